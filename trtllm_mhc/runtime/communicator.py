@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group of ranks that share a mailbox, and the operations that run over it.
+
+    with Communicator.threads("demo", tp_size=2, rank=rank, device=0, hidden_size=5120) as communicator:
+        with communicator.bound():
+            context = engine.create_execution_context()
+
+Creation, `reset` and `close` are collective: every rank of the group calls them, and each ends within the
+time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from trtllm_mhc.runtime import library as c_api
+from trtllm_mhc.runtime.cuda import DeviceArray, Stream
+from trtllm_mhc.runtime.library import Library, MailboxRecord, library
+
+AllGather = Callable[[bytes], Sequence[bytes]]
+"""Gives this rank's bytes to the group and returns all ranks' bytes in rank order, each as long as the argument."""
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+_F32 = np.dtype(np.float32)
+_I32 = np.dtype(np.int32)
+_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+_current = threading.local()
+
+
+@dataclass(frozen=True)
+class CommunicatorInfo:
+    """What the group agreed on.
+
+    Attributes:
+        tp_size: number of ranks.
+        rank: this rank's index in the group.
+        device: this rank's CUDA device ordinal.
+        hidden_size: H.
+        capacity: rows of one mailbox slot; larger M goes through in chunks.
+        lanes: number of independent mailboxes.
+        ranks_per_device: the group's maximum.
+        waits_at_gate: a one-CTA kernel waits for the peers, so that ranks can share a device.
+        multicast: NVLink multicast is used.
+        mailbox_bytes: of this rank, all lanes.
+    """
+
+    tp_size: int
+    rank: int
+    device: int
+    hidden_size: int
+    capacity: int
+    lanes: int
+    ranks_per_device: int
+    waits_at_gate: bool
+    multicast: bool
+    mailbox_bytes: int
+
+
+@dataclass(frozen=True)
+class Finalize:
+    """A MoE output left unfinalized, in place of `x`.
+
+    Attributes:
+        gemm2_permuted: [P, H] bf16.
+        expert_weights: [M, K] float32.
+        expanded_idx_to_permuted_idx: [M, K] int32; -1: the expert is not on this rank.
+        shared_output: [M, H] bf16.
+    """
+
+    gemm2_permuted: DeviceArray
+    expert_weights: DeviceArray
+    expanded_idx_to_permuted_idx: DeviceArray
+    shared_output: DeviceArray
+
+
+@dataclass(frozen=True)
+class BoundaryOutputs:
+    """Outputs of one boundary.
+
+    Attributes:
+        residual_out: [M, hc, H] bf16.
+        layer_input: [M, H] bf16; None for a residual-only boundary.
+    """
+
+    residual_out: DeviceArray
+    layer_input: DeviceArray | None
+
+
+class Communicator:
+    """One rank's end of the group. Make one with `threads` or `all_gather`."""
+
+    def __init__(self, lib: Library, handle: ctypes.c_void_p, keep_alive: object = None) -> None:
+        self._library = lib
+        self._handle = handle
+        self._keep_alive = keep_alive
+        self.info = self._read_info()
+
+    @classmethod
+    def threads(
+        cls,
+        name: str,
+        *,
+        tp_size: int,
+        rank: int,
+        device: int,
+        hidden_size: int,
+        capacity: int = 64,
+        lanes: int = 1,
+        on_error: Literal["raise", "trap"] = "raise",
+        wait_mode: Literal["auto", "spin", "gate"] = "auto",
+        timeout_s: float = 60.0,
+        group: Sequence[int] = (),
+    ) -> Communicator:
+        """Collective. Joins the ranks that are threads of this process and give the same `name`.
+
+        Args:
+            name: says which communicators belong together.
+            tp_size: 1, 2, 4 or 8.
+            rank: index in the group.
+            device: CUDA device ordinal; several ranks may share one.
+            hidden_size: 4096, 5120 or 7168.
+            capacity: rows of one mailbox slot.
+            lanes: independent mailboxes, one per concurrent context, stream or graph.
+            on_error: "raise": outputs become NaN and the next call raises; "trap": the kernel traps.
+            wait_mode: "gate" where ranks share a device; "auto" decides.
+            timeout_s: of a kernel's wait and of every collective call.
+            group: world ranks, as in the plugins' `group` field; empty: 0 to tp_size - 1.
+
+        Raises:
+            InvalidArgumentError: an argument is out of range, or the ranks disagree.
+            CollectiveTimeoutError: a rank did not come.
+        """
+        lib = library()
+        config = _config(tp_size, rank, device, hidden_size, capacity, lanes, on_error, wait_mode, timeout_s, group)
+        handle = ctypes.c_void_p()
+        status = lib.mhcCommCreateThreads(ctypes.byref(handle), ctypes.byref(config), name.encode())
+        lib.check(status, f"communicator {name!r}, rank {rank} of {tp_size}")
+        return cls(lib, handle)
+
+    @classmethod
+    def all_gather(
+        cls,
+        callback: AllGather,
+        *,
+        tp_size: int,
+        rank: int,
+        device: int,
+        hidden_size: int,
+        capacity: int = 64,
+        lanes: int = 1,
+        on_error: Literal["raise", "trap"] = "raise",
+        wait_mode: Literal["auto", "spin", "gate"] = "auto",
+        timeout_s: float = 60.0,
+        group: Sequence[int] = (),
+    ) -> Communicator:
+        """Collective. Joins ranks that meet through the caller's all-gather (mpi4py, torch.distributed, ...).
+
+        The callback is also used by `reset` and `close`. Other arguments and errors are those of `threads`; an
+        exception in the callback becomes the cause of the error raised here.
+        """
+        lib = library()
+        config = _config(tp_size, rank, device, hidden_size, capacity, lanes, on_error, wait_mode, timeout_s, group)
+        bridge = _AllGatherBridge(callback, tp_size)
+        handle = ctypes.c_void_p()
+        status = lib.mhcCommCreateAllGather(ctypes.byref(handle), ctypes.byref(config), bridge.function, None)
+        bridge.check(lib, status, f"communicator, rank {rank} of {tp_size}")
+        return cls(lib, handle, bridge)
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        """`mhcComm_t`."""
+        if not self._handle:
+            raise c_api.InvalidArgumentError("the communicator is closed", c_api.Status.INVALID_ARGUMENT)
+        return self._handle
+
+    def close(self) -> None:
+        """Collective unless a lane is in error: waits for the device's work, then frees. Later calls do nothing."""
+        if self._handle:
+            handle, self._handle = self._handle, ctypes.c_void_p()
+            self._check(self._library.mhcCommDestroy(handle), "closing the communicator", None)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        # The error that ended the block matters more than what closing without the peers runs into.
+        with contextlib.suppress(c_api.MhcError):
+            self.close()
+
+    @contextlib.contextmanager
+    def bound(self, lane: int = 0) -> Iterator[Communicator]:
+        """Makes this communicator the one that contexts created by this thread use, on mailbox `lane`.
+
+        Lanes pair by number on all ranks. Blocks nest; at their end the binding from before is back.
+        """
+        before: tuple[ctypes.c_void_p, int] = getattr(_current, "binding", (ctypes.c_void_p(), 0))
+        self._check(self._library.mhcCommSetCurrent(self.handle, lane), f"binding lane {lane}")
+        _current.binding = (self.handle, lane)
+        try:
+            yield self
+        finally:
+            _current.binding = before
+            self._check(self._library.mhcCommSetCurrent(*before), "unbinding", None)
+
+    def reset(self) -> None:
+        """Collective: quiesces, refills every lane and forgets errors, tickets and pending publishes."""
+        self._check(self._library.mhcCommReset(self.handle), "resetting the communicator")
+
+    def status(self, lane: int = -1) -> MailboxRecord | None:
+        """The error record of `lane` (-1: the first lane in error), or None."""
+        return self._library.record(self.handle, lane)
+
+    # ---- operations ---------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, x: DeviceArray, *, stream: Stream, lane: int = 0, out: DeviceArray | None = None
+    ) -> DeviceArray:
+        """Sums `x` [M, H] bf16 over the ranks: fp32 in rank order, rounded once.
+
+        Returns `out`, allocated when not given. Ordered in `stream`; nothing is waited for.
+
+        Raises:
+            ValueError: a shape or dtype is wrong.
+            MailboxError: the lane is in error.
+        """
+        rows = _rows(x, self.info.hidden_size)
+        _expect("x", x, (rows, self.info.hidden_size), _BF16)
+        if out is None:
+            out = DeviceArray(x.shape, _BF16)
+        _expect("out", out, x.shape, _BF16)
+        status = self._library.mhcAllReduce(self.handle, lane, x.pointer, out.pointer, rows, stream.handle)
+        self._check(status, "all-reduce", lane)
+        return out
+
+    def boundary(
+        self,
+        x: DeviceArray | Finalize | None,
+        residual: DeviceArray,
+        post: DeviceArray,
+        comb: DeviceArray,
+        pre: DeviceArray | None = None,
+        gamma: DeviceArray | None = None,
+        *,
+        stream: Stream,
+        norm_eps: float = 0.0,
+        lane: int = 0,
+        residual_out: DeviceArray | None = None,
+        layer_input: DeviceArray | None = None,
+        mxfp8: tuple[DeviceArray, DeviceArray] | None = None,
+        published: bool = False,
+    ) -> BoundaryOutputs:
+        """All-reduce, mHC post, delayed collapse and RMSNorm in one pass.
+
+        Args:
+            x: this rank's partial [M, H] bf16, a `Finalize`, or None for a published boundary.
+            residual: [M, hc, H] bf16.
+            post: [M, hc] float32.
+            comb: [M, hc, hc] float32, [source, target].
+            pre: [M, hc] float32; None together with `gamma`: residual-only.
+            gamma: [H] bf16.
+            stream: everything is ordered in it; nothing is waited for.
+            norm_eps: of the RMSNorm.
+            lane: mailbox lane.
+            residual_out: [M, hc, H] bf16, allocated when not given; must not overlap `residual`.
+            layer_input: [M, H] bf16, allocated when not given.
+            mxfp8: (data [M, H] FP8 E4M3, scales, 4-byte words or bytes of the 128x4 layout) to be written as well.
+            published: the contribution is in the mailbox already.
+
+        Raises:
+            ValueError: a shape or dtype is wrong.
+            MailboxError: the lane is in error.
+        """
+        hidden = self.info.hidden_size
+        rows = _rows(residual, c_api.STREAMS, hidden)
+        if (pre is None) != (gamma is None):
+            raise ValueError("pre and gamma belong together: give both, or neither for a residual-only boundary")
+        arrays = {
+            "residual": (residual, (rows, c_api.STREAMS, hidden), _BF16),
+            "post": (post, (rows, c_api.STREAMS), _F32),
+            "comb": (comb, (rows, c_api.STREAMS, c_api.STREAMS), _F32),
+        }
+        if residual_out is None:
+            residual_out = DeviceArray(residual.shape, _BF16)
+        arrays["residual_out"] = (residual_out, (rows, c_api.STREAMS, hidden), _BF16)
+        if pre is not None and gamma is not None:
+            if layer_input is None:
+                layer_input = DeviceArray((rows, hidden), _BF16)
+            arrays["pre"] = (pre, (rows, c_api.STREAMS), _F32)
+            arrays["gamma"] = (gamma, (hidden,), _BF16)
+            arrays["layer_input"] = (layer_input, (rows, hidden), _BF16)
+        elif layer_input is not None:
+            raise ValueError("a residual-only boundary has no layer_input")
+
+        args = c_api.CBoundaryArgs(
+            struct_size=ctypes.sizeof(c_api.CBoundaryArgs), rows=rows, norm_eps=norm_eps, published=int(published)
+        )
+        if isinstance(x, Finalize):
+            top_k = x.expert_weights.shape[-1]
+            args.top_k = top_k
+            args.permuted_rows = _rows(x.gemm2_permuted, hidden)
+            arrays["gemm2_permuted"] = (x.gemm2_permuted, (args.permuted_rows, hidden), _BF16)
+            arrays["expert_weights"] = (x.expert_weights, (rows, top_k), _F32)
+            arrays["expanded_idx_to_permuted_idx"] = (x.expanded_idx_to_permuted_idx, (rows, top_k), _I32)
+            arrays["shared_output"] = (x.shared_output, (rows, hidden), _BF16)
+        elif x is not None:
+            arrays["x"] = (x, (rows, hidden), _BF16)
+        elif not published:
+            raise ValueError("x is needed unless the boundary is published")
+        for name, (array, shape, dtype) in arrays.items():
+            _expect(name, array, shape, dtype)
+            setattr(args, name, array.pointer)
+        if mxfp8 is not None:
+            data, scales = mxfp8
+            _expect("mxfp8 data", data, (rows, hidden), _FP8)
+            needed = int(self._library.mhcMxfp8ScaleBytes(rows, hidden))
+            if scales.nbytes < needed:
+                raise ValueError(f"mxfp8 scales: expected at least {needed} bytes, got {scales.nbytes}")
+            args.mxfp8_data = data.pointer
+            args.mxfp8_scales = scales.pointer
+        status = self._library.mhcBoundary(self.handle, lane, ctypes.byref(args), stream.handle)
+        self._check(status, "boundary", lane)
+        return BoundaryOutputs(residual_out, layer_input)
+
+    # ---- internals ----------------------------------------------------------------------------------------------
+
+    def _check(self, status: int, what: str, lane: int | None = -1) -> None:
+        comm = None if lane is None else self._handle
+        if isinstance(self._keep_alive, _AllGatherBridge):
+            self._keep_alive.check(self._library, status, what, comm, -1 if lane is None else lane)
+        else:
+            self._library.check(status, what, comm, -1 if lane is None else lane)
+
+    def _read_info(self) -> CommunicatorInfo:
+        info = c_api.CCommInfo(struct_size=ctypes.sizeof(c_api.CCommInfo))
+        self._library.check(self._library.mhcCommGetInfo(self._handle, ctypes.byref(info)), "mhcCommGetInfo")
+        return CommunicatorInfo(
+            tp_size=info.tp_size,
+            rank=info.rank,
+            device=info.device,
+            hidden_size=info.hidden_size,
+            capacity=info.capacity,
+            lanes=info.lanes,
+            ranks_per_device=info.ranks_per_device,
+            waits_at_gate=bool(info.waits_at_gate),
+            multicast=bool(info.multicast),
+            mailbox_bytes=info.mailbox_bytes,
+        )
+
+
+class _AllGatherBridge:
+    """A Python all-gather as the C callback. Exceptions cannot cross C: they are kept and raised afterwards."""
+
+    def __init__(self, callback: AllGather, tp_size: int) -> None:
+        self._callback = callback
+        self._tp_size = tp_size
+        self._error: BaseException | None = None
+        self.function = c_api.AllGatherFn(self._run)
+
+    def _run(self, context: int | None, send: int | None, receive: int | None, size: int) -> int:
+        try:
+            parts = list(self._callback(ctypes.string_at(send or 0, size)))
+            if len(parts) != self._tp_size or any(len(part) != size for part in parts):
+                lengths = [len(part) for part in parts]
+                raise ValueError(
+                    f"the all-gather callback must return {self._tp_size} parts of {size} bytes, got lengths {lengths}"
+                )
+            ctypes.memmove(receive or 0, b"".join(parts), size * self._tp_size)
+        except BaseException as error:
+            self._error = error
+            return 1
+        return 0
+
+    def check(self, lib: Library, status: int, what: str, comm: ctypes.c_void_p | None = None, lane: int = -1) -> None:
+        """`Library.check`, with the callback's exception as the cause."""
+        error, self._error = self._error, None
+        try:
+            lib.check(status, what, comm, lane)
+        except c_api.MhcError as raised:
+            raise raised from error
+
+
+def _config(
+    tp_size: int,
+    rank: int,
+    device: int,
+    hidden_size: int,
+    capacity: int,
+    lanes: int,
+    on_error: str,
+    wait_mode: str,
+    timeout_s: float,
+    group: Sequence[int],
+) -> c_api.CCommConfig:
+    if on_error not in ("raise", "trap"):
+        raise ValueError(f"on_error: expected 'raise' or 'trap', got {on_error!r}")
+    if wait_mode not in ("auto", "spin", "gate"):
+        raise ValueError(f"wait_mode: expected 'auto', 'spin' or 'gate', got {wait_mode!r}")
+    if not 0.001 <= timeout_s <= 4_000_000:
+        raise ValueError(f"timeout_s: expected 0.001 to 4 000 000 seconds, got {timeout_s}")
+    world = (ctypes.c_int32 * len(group))(*group) if group else None
+    return c_api.CCommConfig(
+        struct_size=ctypes.sizeof(c_api.CCommConfig),
+        tp_size=tp_size,
+        rank=rank,
+        device=device,
+        hidden_size=hidden_size,
+        capacity=capacity,
+        lanes=lanes,
+        on_error=int(c_api.OnError[on_error.upper()]),
+        wait_mode=int(c_api.WaitMode[wait_mode.upper()]),
+        timeout_ms=round(timeout_s * 1000),
+        group_size=len(group),
+        group=world,
+    )
+
+
+def _rows(array: DeviceArray, *rest: int) -> int:
+    if array.shape[1:] != rest:
+        raise ValueError(f"expected shape [M, {', '.join(map(str, rest))}], got {list(array.shape)}")
+    return array.shape[0]
+
+
+def _expect(name: str, array: DeviceArray, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> None:
+    if array.dtype != dtype or array.shape != shape:
+        raise ValueError(f"{name}: expected {dtype} {list(shape)}, got {array.dtype} {list(array.shape)}")
