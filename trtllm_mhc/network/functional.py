@@ -14,61 +14,47 @@ Arguments that do not fit raise ``TypeError`` (dtype) or ``ValueError`` (rank or
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import tensorrt as trt
+
+from trtllm_mhc.network import ops
+from trtllm_mhc.network.collectives import label_all_reduce_sum
+from trtllm_mhc.network.ops import Array, cast, constant
 
 if TYPE_CHECKING:
     from trtllm_mhc.network.boundaries import CommunicatorSpec
 
-Array = npt.NDArray[Any]
-
-_TRT_DTYPES = {
-    np.dtype(np.float32): trt.float32,
-    np.dtype(np.int32): trt.int32,
-    np.dtype(ml_dtypes.bfloat16): trt.bfloat16,
-}
-
-
-class _OwnedWeights(trt.Weights):  # type: ignore[misc]
-    """``trt.Weights`` that owns the array it points into.
-
-    TensorRT copies weights only when it builds, and its bindings keep the ``Weights`` object of a constant alive as
-    long as the network. A bare (dtype, pointer, count) would leave the array itself to the caller.
-    """
-
-    def __init__(self, array: Array) -> None:
-        super().__init__(_TRT_DTYPES[array.dtype], array.ctypes.data, array.size)
-        self.array = array
-
-
-def constant(network: trt.INetworkDefinition, value: Array) -> trt.ITensor:
-    """A constant of the shape and dtype of ``value`` (float32, int32 or bfloat16).
-
-    A contiguous array is not copied: the network refers to its memory and keeps it alive as long as it lives itself.
-    """
-    array = np.ascontiguousarray(value).reshape(value.shape)
-    if array.dtype not in _TRT_DTYPES:
-        raise TypeError(f"constant: expected float32, int32 or bfloat16, got {array.dtype}")
-    return _output(network.add_constant(tuple(array.shape), _OwnedWeights(array)), "constant")
-
-
-def cast(network: trt.INetworkDefinition, x: trt.ITensor, dtype: trt.DataType) -> trt.ITensor:
-    """``x`` as ``dtype``, rounded to nearest even; ``x`` itself where it already is."""
-    return x if x.dtype == dtype else _output(network.add_cast(x, dtype), "cast")
+__all__ = [
+    "Array",
+    "all_reduce",
+    "broadcast_streams",
+    "cast",
+    "constant",
+    "inverse_rms",
+    "linear",
+    "mean_streams",
+    "mhc_coefficients",
+    "mhc_collapse",
+    "mhc_final_collapse",
+    "mhc_post",
+    "mhc_pre_delayed",
+    "mxfp8_quantize",
+    "rms_norm",
+    "select_stream",
+]
 
 
 def linear(network: trt.INetworkDefinition, x: trt.ITensor, weight: Array) -> trt.ITensor:
     """``x @ weight.T`` for ``x`` [M, K] and ``weight`` [N, K] of one dtype; returns [M, N] of that dtype."""
     if weight.ndim != 2:
         raise ValueError(f"linear: weight: expected shape [N, K], got {weight.shape}")
-    _check(x, "linear: x", _TRT_DTYPES.get(weight.dtype), (None, weight.shape[1]))
+    ops.check(x, "linear: x", ops.TRT_DTYPES.get(weight.dtype), (None, weight.shape[1]))
     w = constant(network, weight)
     layer = network.add_matrix_multiply(x, trt.MatrixOperation.NONE, w, trt.MatrixOperation.TRANSPOSE)
-    return _output(layer, "linear")
+    return ops.output(layer, "linear")
 
 
 def all_reduce(network: trt.INetworkDefinition, x: trt.ITensor, spec: CommunicatorSpec) -> trt.ITensor:
@@ -80,7 +66,7 @@ def all_reduce(network: trt.INetworkDefinition, x: trt.ITensor, spec: Communicat
     Raises:
         RuntimeError: this TensorRT has no such layer.
     """
-    _check(x, "all_reduce: x", trt.bfloat16, (None, None))
+    ops.check(x, "all_reduce: x", trt.bfloat16, (None, None))
     if spec.all_reduce == "plugin":
         from trtllm_mhc.network import plugins  # needs the plugin library, which a dist_collective network does not
 
@@ -89,32 +75,34 @@ def all_reduce(network: trt.INetworkDefinition, x: trt.ITensor, spec: Communicat
         raise RuntimeError(
             f"all_reduce: 'dist_collective' needs TensorRT 11.0 or newer, got {trt.__version__}; use 'plugin'"
         )
-    group = np.asarray(spec.ranks, dtype=np.int64)
-    layer = network.add_dist_collective(x, trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM, -1, group)
-    out = _output(layer, "all_reduce")
+    layer = network.add_dist_collective(
+        x, trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM, -1, np.asarray(spec.ranks, dtype=np.int64)
+    )
+    out = ops.output(layer, "all_reduce")
     layer.num_ranks = spec.tp_size
+    label_all_reduce_sum(layer, spec.ranks)
     return out
 
 
 def broadcast_streams(network: trt.INetworkDefinition, x: trt.ITensor, hc_mult: int) -> trt.ITensor:
     """``x`` [M, H] copied to every stream: [M, hc, H]."""
-    _check(x, "broadcast_streams: x", None, (None, None))
-    one = _reshape(network, x, (0, 1, x.shape[1]))
+    ops.check(x, "broadcast_streams: x", None, (None, None))
+    one = ops.reshape(network, x, (0, 1, x.shape[1]))
     layer = network.add_concatenation([one] * hc_mult)
     layer.axis = 1
-    return _output(layer, "broadcast_streams")
+    return ops.output(layer, "broadcast_streams")
 
 
 def select_stream(network: trt.INetworkDefinition, streams: trt.ITensor, index: int) -> trt.ITensor:
     """Stream ``index`` of ``streams`` [M, hc, H]: [M, H]."""
-    return _output(network.add_gather(streams, constant(network, np.array(index, np.int32)), 1), "select_stream")
+    return ops.gather(network, streams, np.array(index, np.int32), 1)
 
 
 def mean_streams(network: trt.INetworkDefinition, streams: trt.ITensor) -> trt.ITensor:
     """The mean of ``streams`` [M, hc, H] bf16 over the streams, taken in float32: [M, H] bf16."""
-    _check(streams, "mean_streams: streams", trt.bfloat16, (None, None, None))
+    ops.check(streams, "mean_streams: streams", trt.bfloat16, (None, None, None))
     wide = cast(network, streams, trt.float32)
-    return cast(network, _reduce(network, wide, trt.ReduceOperation.AVG, 1, keep=False), trt.bfloat16)
+    return cast(network, ops.reduce(network, wide, trt.ReduceOperation.AVG, 1, keep=False), trt.bfloat16)
 
 
 def mhc_post(
@@ -131,17 +119,17 @@ def mhc_post(
     Returns:
         [M, hc, H] bf16, the streams after.
     """
-    _check(residual, "mhc_post: residual", trt.bfloat16, (None, None, None))
+    ops.check(residual, "mhc_post: residual", trt.bfloat16, (None, None, None))
     _, hc, hidden = residual.shape
-    _check(x, "mhc_post: x", trt.bfloat16, (None, hidden))
-    _check(post, "mhc_post: post", trt.float32, (None, hc))
-    _check(comb, "mhc_post: comb", trt.float32, (None, hc, hc))
-    output = _reshape(network, cast(network, x, trt.float32), (0, 1, hidden))
-    output = _mul(network, output, _reshape(network, post, (0, hc, 1)))
-    sources = _reshape(network, cast(network, residual, trt.float32), (0, hc, 1, hidden))
-    mixed = _mul(network, sources, _reshape(network, comb, (0, hc, hc, 1)))
-    mixed = _reduce(network, mixed, trt.ReduceOperation.SUM, 1, keep=False)
-    return cast(network, _add(network, output, mixed), trt.bfloat16)
+    ops.check(x, "mhc_post: x", trt.bfloat16, (None, hidden))
+    ops.check(post, "mhc_post: post", trt.float32, (None, hc))
+    ops.check(comb, "mhc_post: comb", trt.float32, (None, hc, hc))
+    output = ops.reshape(network, cast(network, x, trt.float32), (0, 1, hidden))
+    output = ops.mul(network, output, ops.reshape(network, post, (0, hc, 1)))
+    sources = ops.reshape(network, cast(network, residual, trt.float32), (0, hc, 1, hidden))
+    mixed = ops.mul(network, sources, ops.reshape(network, comb, (0, hc, hc, 1)))
+    mixed = ops.reduce(network, mixed, trt.ReduceOperation.SUM, 1, keep=False)
+    return cast(network, ops.add(network, output, mixed), trt.bfloat16)
 
 
 def mhc_collapse(network: trt.INetworkDefinition, streams: trt.ITensor, pre: trt.ITensor) -> trt.ITensor:
@@ -155,8 +143,8 @@ def mhc_collapse(network: trt.INetworkDefinition, streams: trt.ITensor, pre: trt
         [M, H] bf16.
     """
     hc = _check_collapse("mhc_collapse", streams, pre)
-    weighted = _mul(network, cast(network, streams, trt.float32), _reshape(network, pre, (0, hc, 1)))
-    return cast(network, _reduce(network, weighted, trt.ReduceOperation.SUM, 1, keep=False), trt.bfloat16)
+    weighted = ops.mul(network, cast(network, streams, trt.float32), ops.reshape(network, pre, (0, hc, 1)))
+    return cast(network, ops.reduce(network, weighted, trt.ReduceOperation.SUM, 1, keep=False), trt.bfloat16)
 
 
 def mhc_final_collapse(network: trt.INetworkDefinition, streams: trt.ITensor, pre: trt.ITensor) -> trt.ITensor:
@@ -171,9 +159,9 @@ def mhc_final_collapse(network: trt.INetworkDefinition, streams: trt.ITensor, pr
     total = None
     for i in range(hc):
         stream = cast(network, select_stream(network, streams, i), trt.float32)
-        column = _output(network.add_gather(pre, constant(network, np.array([i], np.int32)), 1), "mhc_final_collapse")
-        product = _mul(network, stream, column)
-        total = product if total is None else _add(network, total, product)
+        column = ops.gather(network, pre, np.array([i], np.int32), 1)
+        product = ops.mul(network, stream, column)
+        total = product if total is None else ops.add(network, total, product)
     return cast(network, total, trt.bfloat16)
 
 
@@ -188,16 +176,16 @@ def rms_norm(network: trt.INetworkDefinition, x: trt.ITensor, gamma: Array | trt
     Returns:
         [M, H] bf16.
     """
-    _check(x, "rms_norm: x", trt.bfloat16, (None, None))
+    ops.check(x, "rms_norm: x", trt.bfloat16, (None, None))
     hidden = x.shape[1]
     if isinstance(gamma, np.ndarray):
-        _check_array(gamma, "rms_norm: gamma", ml_dtypes.bfloat16, (hidden,))
+        ops.check_array(gamma, "rms_norm: gamma", ml_dtypes.bfloat16, (hidden,))
         gamma = constant(network, gamma)
-    _check(gamma, "rms_norm: gamma", trt.bfloat16, (hidden,))
-    weight = _reshape(network, gamma, (1, hidden))
+    ops.check(gamma, "rms_norm: gamma", trt.bfloat16, (hidden,))
+    weight = ops.reshape(network, gamma, (1, hidden))
     wide = cast(network, x, trt.float32)
-    normed = _mul(network, wide, _inverse_rms(network, wide, eps))
-    return cast(network, _mul(network, normed, cast(network, weight, trt.float32)), trt.bfloat16)
+    normed = ops.mul(network, wide, inverse_rms(network, wide, eps))
+    return cast(network, ops.mul(network, normed, cast(network, weight, trt.float32)), trt.bfloat16)
 
 
 def mhc_pre_delayed(
@@ -257,28 +245,30 @@ def mhc_coefficients(
     if sinkhorn_iters < 1:
         raise ValueError(f"mhc_coefficients: sinkhorn_iters: expected 1 or more, got {sinkhorn_iters}")
     if len(streams.shape) == 2:
-        _check(streams, "mhc_coefficients: streams", trt.bfloat16, (None, None))
+        ops.check(streams, "mhc_coefficients: streams", trt.bfloat16, (None, None))
         features = streams.shape[1]
         wide = cast(network, streams, trt.float32)
     else:
-        _check(streams, "mhc_coefficients: streams", trt.bfloat16, (None, hc, None))
+        ops.check(streams, "mhc_coefficients: streams", trt.bfloat16, (None, hc, None))
         features = hc * streams.shape[2]
-        wide = _reshape(network, cast(network, streams, trt.float32), (0, features))
-    _check_array(fn, "mhc_coefficients: fn", np.float32, (rows, features))
-    _check_array(scale, "mhc_coefficients: scale", np.float32, (3,))
-    _check_array(base, "mhc_coefficients: base", np.float32, (rows,))
+        wide = ops.reshape(network, cast(network, streams, trt.float32), (0, features))
+    ops.check_array(fn, "mhc_coefficients: fn", np.float32, (rows, features))
+    ops.check_array(scale, "mhc_coefficients: scale", np.float32, (3,))
+    ops.check_array(base, "mhc_coefficients: base", np.float32, (rows,))
 
-    mixes = _mul(network, linear(network, wide, fn), _inverse_rms(network, wide, rms_norm_eps))
-    mixes = _mul(network, mixes, constant(network, np.repeat(scale, (hc, hc, hc * hc))[None]))
-    mixes = _add(network, mixes, constant(network, base[None]))
+    mixes = ops.mul(network, linear(network, wide, fn), inverse_rms(network, wide, rms_norm_eps))
+    mixes = ops.mul(network, mixes, constant(network, np.repeat(scale, (hc, hc, hc * hc))[None]))
+    mixes = ops.add(network, mixes, constant(network, base[None]))
     # Rows of hc values: pre, post, then one for every source of comb.
-    groups = _reshape(network, mixes, (0, hc + 2, hc))
+    groups = ops.reshape(network, mixes, (0, hc + 2, hc))
     eps = constant(network, np.full((1, 1), hc_eps, np.float32))
-    pre = _add(network, _sigmoid(network, select_stream(network, groups, 0)), eps)
     alpha = constant(network, np.full((1, 1), post_alpha, np.float32))
-    post = _mul(network, _sigmoid(network, select_stream(network, groups, 1)), alpha)
-    sources = constant(network, np.arange(2, hc + 2, dtype=np.int32))
-    logits = _output(network.add_gather(groups, sources, 1), "mhc_coefficients")
+    pre, post = (
+        ops.activation(network, select_stream(network, groups, row), trt.ActivationType.SIGMOID) for row in (0, 1)
+    )
+    pre = ops.add(network, pre, eps)
+    post = ops.mul(network, post, alpha)
+    logits = ops.gather(network, groups, np.arange(2, hc + 2, dtype=np.int32), 1)
     return post, _sinkhorn(network, logits, hc_eps, sinkhorn_iters), pre
 
 
@@ -288,13 +278,21 @@ def mxfp8_quantize(network: trt.INetworkDefinition, x: trt.ITensor) -> tuple[trt
     Raises:
         RuntimeError: this TensorRT cannot quantise to MXFP8 natively.
     """
-    _check(x, "mxfp8_quantize: x", trt.bfloat16, (None, None))
+    ops.check(x, "mxfp8_quantize: x", trt.bfloat16, (None, None))
     if x.shape[1] % 32:
         raise ValueError(f"mxfp8_quantize: x: expected a multiple of 32 columns, got {x.shape[1]}")
     if not hasattr(network, "add_dynamic_quantize") or not hasattr(trt.DataType, "E8M0"):
         raise RuntimeError(f"mxfp8_quantize: TensorRT {trt.__version__} has no MXFP8 dynamic quantisation")
     layer = network.add_dynamic_quantize(x, 1, 32, trt.fp8, trt.DataType.E8M0)
-    return _output(layer, "mxfp8_quantize"), layer.get_output(1)
+    return ops.output(layer, "mxfp8_quantize"), layer.get_output(1)
+
+
+def inverse_rms(network: trt.INetworkDefinition, x: trt.ITensor, eps: float) -> trt.ITensor:
+    """``1 / sqrt(mean(x^2) + eps)`` over the last dimension of ``x`` f32, which stays as a 1."""
+    rank = len(x.shape)
+    mean = ops.reduce(network, ops.mul(network, x, x), trt.ReduceOperation.AVG, rank - 1, keep=True)
+    shifted = ops.add(network, mean, constant(network, np.full((1,) * rank, eps, np.float32)))
+    return ops.unary(network, ops.unary(network, shifted, trt.UnaryOperation.SQRT), trt.UnaryOperation.RECIP)
 
 
 def _sinkhorn(network: trt.INetworkDefinition, logits: trt.ITensor, hc_eps: float, iterations: int) -> trt.ITensor:
@@ -302,78 +300,15 @@ def _sinkhorn(network: trt.INetworkDefinition, logits: trt.ITensor, hc_eps: floa
     layer = network.add_softmax(logits)
     layer.axes = 1 << 2
     eps = constant(network, np.full((1, 1, 1), hc_eps, np.float32))
-    matrix = _add(network, _output(layer, "sinkhorn"), eps)
+    matrix = ops.add(network, ops.output(layer, "sinkhorn"), eps)
     for axis in [1] + [2, 1] * (iterations - 1):
-        divisor = _add(network, _reduce(network, matrix, trt.ReduceOperation.SUM, axis, keep=True), eps)
-        matrix = _elementwise(network, matrix, divisor, trt.ElementWiseOperation.DIV)
+        divisor = ops.add(network, ops.reduce(network, matrix, trt.ReduceOperation.SUM, axis, keep=True), eps)
+        matrix = ops.elementwise(network, matrix, divisor, trt.ElementWiseOperation.DIV)
     return matrix
 
 
-def _inverse_rms(network: trt.INetworkDefinition, x: trt.ITensor, eps: float) -> trt.ITensor:
-    """``1 / sqrt(mean(x^2) + eps)`` over the last dimension of ``x`` [M, N] f32: [M, 1] f32."""
-    mean = _reduce(network, _mul(network, x, x), trt.ReduceOperation.AVG, 1, keep=True)
-    shifted = _add(network, mean, constant(network, np.full((1, 1), eps, np.float32)))
-    root = _output(network.add_unary(shifted, trt.UnaryOperation.SQRT), "rms")
-    return _output(network.add_unary(root, trt.UnaryOperation.RECIP), "rms")
-
-
-def _sigmoid(network: trt.INetworkDefinition, x: trt.ITensor) -> trt.ITensor:
-    return _output(network.add_activation(x, trt.ActivationType.SIGMOID), "sigmoid")
-
-
-def _elementwise(
-    network: trt.INetworkDefinition, a: trt.ITensor, b: trt.ITensor, operation: trt.ElementWiseOperation
-) -> trt.ITensor:
-    return _output(network.add_elementwise(a, b, operation), "elementwise")
-
-
-def _mul(network: trt.INetworkDefinition, a: trt.ITensor, b: trt.ITensor) -> trt.ITensor:
-    return _elementwise(network, a, b, trt.ElementWiseOperation.PROD)
-
-
-def _add(network: trt.INetworkDefinition, a: trt.ITensor, b: trt.ITensor) -> trt.ITensor:
-    return _elementwise(network, a, b, trt.ElementWiseOperation.SUM)
-
-
-def _reduce(
-    network: trt.INetworkDefinition, x: trt.ITensor, operation: trt.ReduceOperation, axis: int, *, keep: bool
-) -> trt.ITensor:
-    return _output(network.add_reduce(x, operation, 1 << axis, keep), "reduce")
-
-
-def _reshape(network: trt.INetworkDefinition, x: trt.ITensor, shape: tuple[int, ...]) -> trt.ITensor:
-    """``x`` as ``shape``, in which a leading 0 copies the (dynamic) first dimension."""
-    layer = network.add_shuffle(x)
-    layer.reshape_dims = shape
-    return _output(layer, "reshape")
-
-
-def _output(layer: Any, what: str) -> trt.ITensor:
-    if layer is None:
-        raise ValueError(f"{what}: TensorRT {trt.__version__} refused the layer; its log says why")
-    return layer.get_output(0)
-
-
 def _check_collapse(what: str, streams: trt.ITensor, pre: trt.ITensor) -> int:
-    _check(streams, f"{what}: streams", trt.bfloat16, (None, None, None))
+    ops.check(streams, f"{what}: streams", trt.bfloat16, (None, None, None))
     hc: int = streams.shape[1]
-    _check(pre, f"{what}: pre", trt.float32, (None, hc))
+    ops.check(pre, f"{what}: pre", trt.float32, (None, hc))
     return hc
-
-
-def _check(x: trt.ITensor, what: str, dtype: trt.DataType | None, shape: tuple[int | None, ...]) -> None:
-    """Compares a tensor with its expected dtype (None: any) and shape (None: any size; only the first dynamic)."""
-    if dtype is not None and x.dtype != dtype:
-        raise TypeError(f"{what}: expected {dtype}, got {x.dtype}")
-    got = tuple(x.shape)
-    known = len(got) == len(shape) and all(size >= 0 for size in got[1:])
-    if not known or any(want is not None and want != size for want, size in zip(shape, got, strict=True)):
-        expected = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"{what}: expected shape [{expected}] with at most the first dimension dynamic, got {got}")
-
-
-def _check_array(array: Array, what: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
-    if array.dtype != dtype:
-        raise TypeError(f"{what}: expected {np.dtype(dtype)}, got {array.dtype}")
-    if array.shape != shape:
-        raise ValueError(f"{what}: expected shape {shape}, got {array.shape}")
