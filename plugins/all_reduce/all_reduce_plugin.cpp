@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "all_reduce/all_reduce_plugin.h"
+
+#include <utility>
+
+#include "common/errors.h"
+
+namespace trtllm_mhc {
+namespace {
+
+using nvinfer1::DataType;
+using nvinfer1::PluginFieldType;
+
+constexpr char kOneShot[] = "oneshot";
+constexpr int32_t kMaxStrategyLength = 32;
+
+std::vector<FieldSpec> allReduceFieldSpecs() {
+    std::vector<FieldSpec> specs = GroupAttributes::fieldSpecs();
+    specs.insert(specs.begin(), formatFieldSpec());
+    specs.push_back({"strategy", PluginFieldType::kCHAR, kMaxStrategyLength, false, "\"oneshot\"", nullptr});
+    return specs;
+}
+
+Signature allReduceSignature() {
+    Signature signature;
+    signature.inputs = {{"x", DataType::kBF16, {Axis::kRows, Axis::kHidden}}};
+    signature.outputs = {{"sum", DataType::kBF16, {Axis::kRows, Axis::kHidden}}};
+    return signature;
+}
+
+}  // namespace
+
+AllReducePlugin::AllReducePlugin(GroupAttributes group, std::string strategy, nvinfer1::TensorRTPhase phase)
+    : PluginBase(kName, allReduceSignature(), std::move(group), "strategy=" + strategy, phase),
+      strategy_(std::move(strategy)) {
+    if (strategy_ == "nccl") {
+        throw PluginError(
+            "field \"strategy\": expected \"oneshot\", got \"nccl\", which this version does not have yet");
+    }
+    if (strategy_ != kOneShot) {
+        throw PluginError("field \"strategy\": expected \"oneshot\", got \"" + strategy_ + "\"");
+    }
+}
+
+std::unique_ptr<PluginBase> AllReducePlugin::copy() const {
+    return std::make_unique<AllReducePlugin>(*this);
+}
+
+void AllReducePlugin::serialize(FieldList& fields) const {
+    fields.add("strategy", strategy_);
+}
+
+void AllReducePlugin::launchLocal(Call const& call) const {
+    checkStatus(
+        "mhcAllReduceLocal", mhcAllReduceLocal(
+                                 call.inputs[0], call.outputs[0], static_cast<int32_t>(call.extents.rows),
+                                 static_cast<int32_t>(call.extents.hidden), call.stream));
+}
+
+void AllReducePlugin::launchGroup(Call const& call, mhcComm_t comm, int32_t lane) const {
+    checkStatus(
+        "mhcAllReduce",
+        mhcAllReduce(
+            comm, lane, call.inputs[0], call.outputs[0], static_cast<int32_t>(call.extents.rows), call.stream));
+}
+
+AllReduceCreator::AllReduceCreator() : CreatorBase(AllReducePlugin::kName, allReduceFieldSpecs()) {}
+
+std::unique_ptr<PluginBase> AllReduceCreator::create(FieldValues const& values, nvinfer1::TensorRTPhase phase) const {
+    return std::make_unique<AllReducePlugin>(GroupAttributes(values), values.text("strategy", kOneShot), phase);
+}
+
+}  // namespace trtllm_mhc

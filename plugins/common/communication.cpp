@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/communication.h"
+
+#include <algorithm>
+#include <set>
+
+#include "common/errors.h"
+#include "common/plugin_api.h"
+
+namespace trtllm_mhc {
+namespace {
+
+thread_local int32_t threadWarmup = 0;
+
+bool isRankOrUnset(double value) {
+    return value >= -1 && value < MHC_MAX_RANKS;
+}
+
+bool isWorldRank(double value) {
+    return value >= 0;
+}
+
+}  // namespace
+
+GroupAttributes::GroupAttributes(FieldValues const& values)
+    : tpSize(values.integer("tp_size", 1)), rank(values.integer("rank", -1)), group(values.integers("group")) {
+    if (rank >= tpSize) {
+        throw PluginError(
+            "field \"rank\": expected -1 to tp_size-1 = " + std::to_string(tpSize - 1) + ", got " +
+            std::to_string(rank));
+    }
+    if (!group.empty() && group.size() != static_cast<size_t>(tpSize)) {
+        throw PluginError(
+            "field \"group\": expected tp_size = " + std::to_string(tpSize) + " world ranks, got " +
+            std::to_string(group.size()));
+    }
+    if (std::set<int32_t>(group.begin(), group.end()).size() != group.size()) {
+        throw PluginError("field \"group\": expected distinct world ranks, got " + groupText());
+    }
+}
+
+std::vector<FieldSpec> GroupAttributes::fieldSpecs() {
+    using nvinfer1::PluginFieldType;
+    return {
+        {"tp_size", PluginFieldType::kINT32, 1, true, "1, 2, 4 or 8", isTpSize},
+        {"rank", PluginFieldType::kINT32, 1, false, "-1 (the communicator's) to tp_size-1", isRankOrUnset},
+        {"group", PluginFieldType::kINT32, MHC_MAX_GROUP, false, "world ranks of 0 or more", isWorldRank},
+    };
+}
+
+void GroupAttributes::serialize(FieldList& fields) const {
+    fields.add("tp_size", tpSize);
+    if (rank >= 0) {
+        fields.add("rank", rank);
+    }
+    if (!group.empty()) {
+        fields.add("group", group);
+    }
+}
+
+std::string GroupAttributes::groupText() const {
+    std::string text;
+    for (int32_t i = 0; i < (group.empty() ? tpSize : static_cast<int32_t>(group.size())); ++i) {
+        int32_t const worldRank = group.empty() ? i : group[static_cast<size_t>(i)];
+        text += (text.empty() ? "" : ", ") + std::to_string(worldRank);
+    }
+    return "[" + text + "]";
+}
+
+CommunicatorBinding::~CommunicatorBinding() {
+    if (comm_ != nullptr) {
+        mhcCommRelease(comm_);
+    }
+}
+
+void CommunicatorBinding::tryBind(GroupAttributes const& attributes) {
+    if (comm_ != nullptr) {
+        return;
+    }
+    mhcComm_t comm = nullptr;
+    int32_t lane = 0;
+    int32_t const groupSize = static_cast<int32_t>(attributes.group.size());
+    mhcStatus const found = mhcCommFind(attributes.tpSize, attributes.group.data(), groupSize, &comm, &lane);
+    if (found == MHC_NOT_BOUND) {
+        return;
+    }
+    checkStatus("mhcCommFind", found);
+    info_.struct_size = sizeof(info_);
+    checkStatus("mhcCommGetInfo", mhcCommGetInfo(comm, &info_));
+    checkStatus("mhcCommRetain", mhcCommRetain(comm));
+    comm_ = comm;
+    lane_ = lane;
+}
+
+void CommunicatorBinding::require(GroupAttributes const& attributes, int64_t hidden) const {
+    std::string const size = "tp_size " + std::to_string(attributes.tpSize);
+    if (comm_ == nullptr) {
+        throw PluginError(
+            "no communicator for " + size + ", world ranks " + attributes.groupText() +
+            " on the current device. Create one on every rank (trtllm_mhc.runtime.Communicator) and either "
+            "make it current while the execution context is created (with communicator.bound(): ...) or "
+            "have exactly one on this device. To run this rank alone on purpose, for warm-up, use "
+            "trtllm_mhc.plugin_control.warmup(). mhc says: " +
+            mhcLastError());
+    }
+    if (info_.tp_size != attributes.tpSize) {
+        throw PluginError(
+            "expected a communicator of " + size + ", got one of tp_size " + std::to_string(info_.tp_size));
+    }
+    if (attributes.rank >= 0 && info_.rank != attributes.rank) {
+        throw PluginError(
+            "the engine was built for rank " + std::to_string(attributes.rank) + ", but its communicator is rank " +
+            std::to_string(info_.rank));
+    }
+    if (info_.hidden_size != hidden) {
+        throw PluginError(
+            "expected a communicator of hidden size " + std::to_string(hidden) + ", got one of " +
+            std::to_string(info_.hidden_size));
+    }
+}
+
+bool warmupMode() noexcept {
+    return threadWarmup != 0;
+}
+
+void checkStatus(char const* function, mhcStatus status) {
+    if (status != MHC_SUCCESS) {
+        throw PluginError(std::string(function) + ": " + mhcStatusName(status) + ": " + mhcLastError());
+    }
+}
+
+}  // namespace trtllm_mhc
+
+int32_t mhcPluginSetWarmup(int32_t on) {
+    int32_t const former = trtllm_mhc::threadWarmup;
+    trtllm_mhc::threadWarmup = on != 0 ? 1 : 0;
+    return former;
+}

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#ifndef TRTLLM_MHC_PLUGINS_CREATORS_H
+#define TRTLLM_MHC_PLUGINS_CREATORS_H
+
+#include <NvInferRuntime.h>
+
+#include <cstdint>
+
+namespace trtllm_mhc {
+
+// The creators of all plugins of this library. They live until the process ends: registries keep the pointers.
+nvinfer1::IPluginCreatorInterface* const* pluginCreators(int32_t& count) noexcept;
+
+}  // namespace trtllm_mhc
+
+#endif  // TRTLLM_MHC_PLUGINS_CREATORS_H
