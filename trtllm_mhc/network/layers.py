@@ -51,12 +51,22 @@ def downcast(layer: Any) -> Any:
     The same object is returned: the bindings' layer classes are views of one C++ pointer, so changing the Python class
     reveals the attributes and changes nothing in the network. A layer that already has its class, or whose type has
     none in the loaded TensorRT (``LayerType.PLUGIN``), is returned as it is.
+
+    Ask :func:`layer_type`, not ``layer.type``, for the type of the result: an activation's ``type`` is its function.
     """
     if type(layer) is trt.ILayer:
         found = _layer_classes().get(layer.type)
         if found is not None:
             layer.__class__ = found
     return layer
+
+
+def layer_type(layer: Any) -> Any:
+    """The ``LayerType`` of a layer, downcast or not.
+
+    ``IActivationLayer`` and ``IPoolingLayer`` hide it behind an attribute of the same name.
+    """
+    return trt.ILayer.type.fget(layer)
 
 
 @cache

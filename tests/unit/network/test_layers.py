@@ -46,6 +46,18 @@ def test_downcast_keeps_identity_and_typed_layers(trt, network):
     assert type(downcast(base)) is trt.IUnaryLayer
 
 
+def test_layer_type_of_a_layer_that_hides_it(trt, network):
+    from trtllm_mhc.network.layers import downcast, layer_type
+
+    x = network.add_input("x", trt.float32, (2, 3))
+    network.add_activation(x, trt.ActivationType.TANH)
+    base = network.get_layer(0)
+    assert layer_type(base) == trt.LayerType.ACTIVATION
+    assert downcast(base).type == trt.ActivationType.TANH
+    assert layer_type(base) == trt.LayerType.ACTIVATION
+    assert type(downcast(base)) is trt.IActivationLayer
+
+
 def _constant_values(dtype):
     if dtype == np.bool_:
         return np.array([[True, False, True], [True, True, False]])
