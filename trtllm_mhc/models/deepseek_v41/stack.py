@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The boundaries of DeepSeek V4.1 in a network, with cheap stand-ins for the sublayers between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import tensorrt as trt
+
+from trtllm_mhc.models.deepseek_v41.config import DeepseekV41Config
+from trtllm_mhc.models.deepseek_v41.weights import EngramWeights, ModelWeights
+from trtllm_mhc.network import functional, ops
+from trtllm_mhc.network.boundaries import Boundaries, CommunicatorSpec, Step
+
+Sublayers = Literal["matmul", "none"]
+
+
+@dataclass(frozen=True)
+class BoundaryStack:
+    """What `build_boundary_stack` made.
+
+    Attributes:
+        input: ``embeddings`` [M, H] bf16.
+        output: ``hidden_states`` [M, H] bf16, after the final norm.
+        streams: the streams after each boundary in order, [M, hc, H] bf16; outputs of the network only on request.
+    """
+
+    input: trt.ITensor
+    output: trt.ITensor
+    streams: tuple[trt.ITensor, ...]
+
+
+def build_boundary_stack(
+    network: trt.INetworkDefinition,
+    config: DeepseekV41Config,
+    weights: ModelWeights,
+    spec: CommunicatorSpec,
+    *,
+    rank: int,
+    sublayers: Sublayers = "matmul",
+    rows: int = -1,
+    output_streams: bool = False,
+) -> BoundaryStack:
+    """Makes ``network`` (empty, strongly typed) one rank's stack of unfused boundaries.
+
+    Per layer: the attention's entry (the first layer's broadcast, or an injection into the streams at Engram layers),
+    a stand-in for the attention, the MoE's entry, a stand-in for the MoE; at the end the final collapse and norm.
+    The number of boundaries is ``config.boundaries``.
+
+    Args:
+        network: where the layers go. It refers to the weights' memory and keeps it alive.
+        config: the dimensions; ``weights`` must have been made for them.
+        weights: the weights of all ranks.
+        spec: the ranks to sum over.
+        rank: index in the group, whose shard of the weights is built in. ``spec.rank`` must agree unless it is -1.
+        sublayers: ``"matmul"``: a row-parallel linear (wo_b) for the attention and a gated MLP for the MoE;
+            ``"none"``: a few elementwise layers for each, to time the boundaries alone.
+        rows: M; -1 leaves it dynamic, for an optimisation profile over ``embeddings``.
+        output_streams: also mark the streams after each boundary as outputs ``streams_0``, ``streams_1``, ...
+
+    Raises:
+        ValueError: arguments that do not fit together.
+    """
+    if weights.config != config:
+        raise ValueError(f"build_boundary_stack: weights: expected those of {config}, got {weights.config}")
+    if not 0 <= rank < spec.tp_size:
+        raise ValueError(f"build_boundary_stack: rank: expected 0 to {spec.tp_size - 1}, got {rank}")
+    if spec.rank not in (-1, rank):
+        raise ValueError(f"build_boundary_stack: rank: expected {spec.rank} as in the communicator spec, got {rank}")
+    if sublayers not in ("matmul", "none"):
+        raise ValueError(f"build_boundary_stack: sublayers: expected 'matmul' or 'none', got {sublayers!r}")
+
+    standins = _Sublayers(network, weights, rank, spec.tp_size, sublayers)
+    boundaries = Boundaries(network, spec)
+    step = Step(rows)
+    streams = []
+    embeddings = network.add_input("embeddings", trt.bfloat16, (rows, config.hidden_size))
+
+    layer = weights.layer(0)
+    state, x = boundaries.first(layer, embeddings, step)
+    for index in range(config.num_hidden_layers):
+        if index > 0:
+            layer = weights.layer(index)
+            if index in config.engram_layers:
+                residual = boundaries.post_only(state)
+                streams.append(residual)
+                residual = inject_engram(network, residual, weights.engram(index), config.rms_norm_eps)
+                state, x = boundaries.pre(layer, residual, state, step)
+            else:
+                state, x, _, _ = boundaries.sublayer(layer, False, state, step)
+                streams.append(state.residual)
+        state.pending = standins.attention(index, x)
+        boundaries.join(layer, step)
+        state, x, _, _ = boundaries.sublayer(layer, True, state, step)
+        streams.append(state.residual)
+        state.pending = standins.moe(index, x)
+        boundaries.join(layer, step)
+
+    residual = boundaries.post_only(state)
+    streams.append(residual)
+    collapsed = functional.mhc_final_collapse(network, residual, state.pre)
+    output = functional.rms_norm(network, collapsed, weights.final_norm(), config.rms_norm_eps)
+
+    output.name = "hidden_states"
+    network.mark_output(output)
+    if output_streams:
+        for index, tensor in enumerate(streams):
+            tensor.name = f"streams_{index}"
+            network.mark_output(tensor)
+    return BoundaryStack(embeddings, output, tuple(streams))
+
+
+def inject_engram(
+    network: trt.INetworkDefinition, streams: trt.ITensor, weights: EngramWeights, eps: float
+) -> trt.ITensor:
+    """``bf16(h + gate * value)`` for each stream ``h``, with the gate a sigmoid of a signed square root.
+
+    The gate is ``sigmoid(sign(d) * sqrt(max(|d|, 1e-6)))``, and ``d`` the dot product of the RMS-normalised stream,
+    weighted, and the key, divided by ``sqrt(H)``.
+
+    Args:
+        network: where the layers go.
+        streams: [M, hc, H] bf16.
+        weights: norm, key and value.
+        eps: epsilon of the streams' RMS.
+
+    Returns:
+        [M, hc, H] bf16.
+    """
+    norm, key, value = (
+        ops.cast(network, ops.constant(network, array), trt.float32)
+        for array in (weights.norm, weights.key, weights.value)
+    )
+    wide = ops.cast(network, streams, trt.float32)
+    normed = ops.mul(network, ops.mul(network, wide, functional.inverse_rms(network, wide, eps)), norm)
+    dot = ops.reduce(network, ops.mul(network, normed, key), trt.ReduceOperation.SUM, 2, keep=True)
+    dot = ops.mul(network, dot, ops.constant(network, np.full((1, 1, 1), streams.shape[2] ** -0.5, np.float32)))
+    floor = ops.constant(network, np.full((1, 1, 1), 1e-6, np.float32))
+    size = ops.elementwise(
+        network, ops.unary(network, dot, trt.UnaryOperation.ABS), floor, trt.ElementWiseOperation.MAX
+    )
+    root = ops.unary(network, size, trt.UnaryOperation.SQRT)
+    signed = ops.mul(network, ops.unary(network, dot, trt.UnaryOperation.SIGN), root)
+    gate = ops.activation(network, signed, trt.ActivationType.SIGMOID)
+    return ops.cast(network, ops.add(network, wide, ops.mul(network, gate, value)), trt.bfloat16)
+
+
+class _Sublayers:
+    """The stand-ins: from a sublayer's input [M, H] bf16 to this rank's partial output [M, H] bf16.
+
+    All arithmetic is bf16, as in a model: every layer's result is rounded.
+    """
+
+    def __init__(
+        self, network: trt.INetworkDefinition, weights: ModelWeights, rank: int, tp_size: int, kind: Sublayers
+    ) -> None:
+        self.network = network
+        self.weights = weights
+        self.rank = rank
+        self.tp_size = tp_size
+        self.kind = kind
+
+    def attention(self, index: int, x: trt.ITensor) -> trt.ITensor:
+        if self.kind == "none":
+            return self._elementwise(2 * index, x)
+        weights = self.weights.attention(index, self.rank, self.tp_size)
+        heads = ops.gather(self.network, x, weights.columns, 1)
+        heads = ops.mul(self.network, heads, ops.constant(self.network, weights.gain))
+        heads = ops.activation(self.network, heads, trt.ActivationType.TANH)
+        return functional.linear(self.network, heads, weights.wo_b)
+
+    def moe(self, index: int, x: trt.ITensor) -> trt.ITensor:
+        if self.kind == "none":
+            return self._elementwise(2 * index + 1, x)
+        weights = self.weights.mlp(index, self.rank, self.tp_size)
+        gate = functional.linear(self.network, x, weights.gate)
+        gate = ops.mul(self.network, gate, ops.activation(self.network, gate, trt.ActivationType.SIGMOID))
+        up = functional.linear(self.network, x, weights.up)
+        return functional.linear(self.network, ops.mul(self.network, gate, up), weights.down)
+
+    def _elementwise(self, sublayer: int, x: trt.ITensor) -> trt.ITensor:
+        weights = self.weights.elementwise(sublayer, self.rank, self.tp_size)
+        x = ops.mul(self.network, x, ops.constant(self.network, weights.gain))
+        x = ops.activation(self.network, x, trt.ActivationType.TANH)
+        return ops.mul(self.network, x, ops.constant(self.network, weights.out))
