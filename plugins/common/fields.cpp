@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <set>
 #include <sstream>
 
@@ -202,30 +203,65 @@ std::string FieldValues::text(char const* name, char const* absent) const {
     return found == texts_.end() ? absent : found->second;
 }
 
+void FieldList::clear() {
+    fields_.clear();
+    isList_.clear();
+}
+
+void FieldList::append(char const* name, void const* data, PluginFieldType type, size_t length, bool isList) {
+    fields_.emplace_back(name, data, type, static_cast<int32_t>(length));
+    isList_.push_back(isList);
+}
+
 void FieldList::add(char const* name, int32_t const& value) {
-    fields_.emplace_back(name, &value, PluginFieldType::kINT32, 1);
+    append(name, &value, PluginFieldType::kINT32, 1, false);
 }
 
 void FieldList::add(char const* name, float const& value) {
-    fields_.emplace_back(name, &value, PluginFieldType::kFLOAT32, 1);
+    append(name, &value, PluginFieldType::kFLOAT32, 1, false);
 }
 
 void FieldList::add(char const* name, std::vector<int32_t> const& values) {
-    fields_.emplace_back(name, values.data(), PluginFieldType::kINT32, static_cast<int32_t>(values.size()));
+    append(name, values.data(), PluginFieldType::kINT32, values.size(), true);
 }
 
 void FieldList::add(char const* name, std::string const& value) {
-    fields_.emplace_back(name, value.data(), PluginFieldType::kCHAR, static_cast<int32_t>(value.size()));
+    append(name, value.data(), PluginFieldType::kCHAR, value.size(), false);
 }
 
 void FieldList::declare(FieldSpec const& spec) {
-    fields_.emplace_back(spec.name, nullptr, spec.type, spec.maxLength == 1 ? 1 : 0);
+    append(spec.name, nullptr, spec.type, spec.maxLength == 1 ? 1 : 0, spec.maxLength > 1);
 }
 
 PluginFieldCollection const* FieldList::collection() {
     collection_.nbFields = static_cast<int32_t>(fields_.size());
     collection_.fields = fields_.data();
     return &collection_;
+}
+
+std::string FieldList::json() const {
+    std::ostringstream text;
+    text.precision(std::numeric_limits<float>::max_digits10);
+    char const* separator = "{";
+    for (size_t index = 0; index < fields_.size(); ++index) {
+        PluginField const& field = fields_[index];
+        text << separator << '"' << field.name << "\": ";
+        separator = ", ";
+        if (field.type == PluginFieldType::kCHAR) {
+            text << '"' << std::string(static_cast<char const*>(field.data), static_cast<size_t>(field.length)) << '"';
+        } else if (field.type == PluginFieldType::kFLOAT32) {
+            text << *static_cast<float const*>(field.data);
+        } else {
+            auto const* values = static_cast<int32_t const*>(field.data);
+            text << (isList_[index] ? "[" : "");
+            for (int32_t i = 0; i < field.length; ++i) {
+                text << (i == 0 ? "" : ", ") << values[i];
+            }
+            text << (isList_[index] ? "]" : "");
+        }
+    }
+    text << "}";
+    return text.str();
 }
 
 bool isFlag(double value) {

@@ -47,17 +47,22 @@ private:
 // A collection to hand out. It points to the values given, which must live as long as it is read.
 class FieldList {
 public:
-    void clear() { fields_.clear(); }
+    void clear();
     void add(char const* name, int32_t const& value);
     void add(char const* name, float const& value);
     void add(char const* name, std::vector<int32_t> const& values);
     void add(char const* name, std::string const& value);
     void declare(FieldSpec const& spec);
     nvinfer1::PluginFieldCollection const* collection();
+    // One JSON object of all values, floats with every digit that float32 needs.
+    std::string json() const;
 
 private:
     std::vector<nvinfer1::PluginField> fields_;
+    std::vector<bool> isList_;  // of each field: a list of one value is not a scalar
     nvinfer1::PluginFieldCollection collection_{};
+
+    void append(char const* name, void const* data, nvinfer1::PluginFieldType type, size_t length, bool isList);
 };
 
 // Ranges that several tables share.

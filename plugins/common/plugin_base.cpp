@@ -191,6 +191,11 @@ nvinfer1::PluginFieldCollection const* PluginBase::getFieldsToSerialize() noexce
     return ok ? fields_.collection() : nullptr;
 }
 
+char const* PluginBase::getMetadataString() noexcept {
+    bool const ok = getFieldsToSerialize() != nullptr && guarded(name_, [&] { metadata_ = fields_.json(); });
+    return ok ? metadata_.c_str() : nullptr;
+}
+
 Extents PluginBase::checkCall(PluginTensorDesc const* in, PluginTensorDesc const* out) const {
     Extents extents;
     for (size_t i = 0; i < signature_.inputs.size(); ++i) {

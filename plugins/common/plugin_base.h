@@ -60,6 +60,8 @@ public:
         nvinfer1::DynamicPluginTensorDesc const* in, int32_t nbInputs, nvinfer1::DynamicPluginTensorDesc const* out,
         int32_t nbOutputs) noexcept final;
     char const* getTimingCacheID() noexcept final { return timingCacheId_.c_str(); }
+    // All attributes as JSON: the engine inspector shows it, and Python can read a layer's attributes in no other way.
+    char const* getMetadataString() noexcept final;
 
     int32_t onShapeChange(
         nvinfer1::PluginTensorDesc const* in, int32_t nbInputs, nvinfer1::PluginTensorDesc const* out,
@@ -96,6 +98,7 @@ private:
     nvinfer1::TensorRTPhase phase_;
     CommunicatorBinding binding_;
     FieldList fields_;
+    std::string metadata_;
 };
 
 class CreatorBase : public nvinfer1::IPluginCreatorV3One {
