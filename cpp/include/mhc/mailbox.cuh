@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What kernels do with the mailbox; mailbox.h says why.
+#pragma once
+
+#include <cstdint>
+
+#include "mhc/mailbox.h"
+#include "mhc/ptx.cuh"
+
+namespace mhc {
+
+// bf16 -0 becomes +0 in both halves.
+__device__ __forceinline__ uint32_t clearNegativeZero(uint32_t word) {
+    return word & ~__vcmpeq2(word, kFillWord);
+}
+
+__device__ __forceinline__ uint4 clearNegativeZero(uint4 v) {
+    return {clearNegativeZero(v.x), clearNegativeZero(v.y), clearNegativeZero(v.z), clearNegativeZero(v.w)};
+}
+
+// True if one of the two halves is 0x8000. The borrow of a zero lower half can only reach an upper half when the answer
+// is already true.
+__device__ __forceinline__ bool hasSentinel(uint32_t word) {
+    uint32_t const x = word ^ kFillWord;
+    return ((x - 0x00010001u) & ~x & 0x80008000u) != 0;
+}
+
+__device__ __forceinline__ bool hasSentinel(uint4 v) {
+    return hasSentinel(v.x) || hasSentinel(v.y) || hasSentinel(v.z) || hasSentinel(v.w);
+}
+
+__device__ __forceinline__ bool headerMissing(uint4 v) {
+    return v.x == kFillWord || v.y == kFillWord || v.z == kFillWord || v.w == kFillWord;
+}
+
+__device__ __forceinline__ uint4 filled(uint32_t word) {
+    return {word, word, word, word};
+}
+
+// Stops the lane. The first caller writes the record; the host sees `kind` last.
+inline __device__ __noinline__ void recordError(
+    Mailbox const& box, mhcErrorKind kind, int rank, int token, uint32_t sequence, uint32_t expected, uint32_t got,
+    uint32_t field) {
+    if (atomicCAS(&box.state->error, 0u, static_cast<uint32_t>(kind)) == 0u) {
+        mhcErrorRecord volatile* record = box.record;
+        record->rank = rank;
+        record->token = token;
+        record->generation = generationOf(sequence);
+        record->sequence = sequence;
+        record->expected = expected;
+        record->got = got;
+        record->field = field;
+        __threadfence_system();
+        record->kind = static_cast<uint32_t>(kind);
+        __threadfence_system();
+    }
+    if (box.trapOnError)
+        __trap();
+}
+
+// Takes the lane for the enqueue `owner`, or stops the lane. Called by one thread of every publishing CTA; true:
+// publish.
+__device__ __forceinline__ bool takeTicket(Mailbox const& box, uint32_t owner, uint32_t& sequence) {
+    LaneState* state = box.state;
+    uint32_t const holder = atomicCAS(&state->ticket, 0u, owner);
+    uint4 const words = ptx::loadRelaxedDevice(reinterpret_cast<uint4 const*>(state));
+    sequence = words.x;
+    if (words.z != MHC_ERROR_NONE)
+        return false;
+    if (holder != 0u && holder != owner) {
+        recordError(box, MHC_ERROR_TICKET, box.rank, -1, sequence, owner, holder, 0);
+        return false;
+    }
+    return true;
+}
+
+// Stores this rank's header at every rank and marks the call pending. Called by threads 0 .. tp-1 of one CTA.
+__device__ __forceinline__ void publishHeader(Mailbox const& box, uint32_t sequence, int rows, uint32_t operation) {
+    int const peer = static_cast<int>(threadIdx.x);
+    if (peer < box.tpSize) {
+        uint4 const header{sequence, static_cast<uint32_t>(rows), operation, static_cast<uint32_t>(box.lane)};
+        ptx::storeRelaxedSystem(box.headers[peer] + headerOffset(box, generationOf(sequence), box.rank), header);
+    }
+    if (threadIdx.x == 0) {
+        box.state->active = sequence;
+        box.state->rows = rows;
+        box.state->pending = operation;
+    }
+}
+
+// A bounded wait: whether to go on. Looks at the clock and at the lane's error word now and then only.
+class Deadline {
+public:
+    __device__ explicit Deadline(Mailbox const& box) : box_(box) {}
+
+    // False once the lane has an error or the time is over; `late` says which.
+    __device__ __forceinline__ bool keepWaiting(bool& late) {
+        if ((++polls_ & kPollMask) != 0)
+            return true;
+        if (ptx::loadRelaxedDevice(&box_.state->error) != MHC_ERROR_NONE)
+            return false;
+        uint64_t const now = ptx::globalTimer();
+        if (end_ == 0)
+            end_ = now + box_.timeoutNanoseconds;
+        late = now > end_;
+        return !late;
+    }
+
+private:
+    static constexpr uint32_t kPollMask = 31;
+    Mailbox const& box_;
+    uint64_t end_ = 0;
+    uint32_t polls_ = 0;
+};
+
+}  // namespace mhc

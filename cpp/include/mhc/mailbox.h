@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The mailbox: how the ranks' contributions to one boundary reach each other, and the state machine that keeps calls
+// apart.
+//
+// Memory. Every rank owns, per lane, slots [3 generations][tp ranks][capacity rows][H] of bf16 and one 16-byte header
+// per (generation, rank). All ranks of the group can store into it; only its owner reads it. A half-word 0x8000 (bf16
+// -0) means "not arrived"; contributions never contain it, because a publisher turns -0 into +0. So the payload is its
+// own flag, and no fence is needed between data and flag. A header is {sequence, rows, operation, lane}; none of its
+// words can be 0x80008000, the fill pattern.
+//
+// One call, number n of the lane, generation g = n mod 3, on every rank:
+//   publish   takes the ticket (0 -> its owner number), reads n = next, stores its rows and its header into generation
+//   g of
+//             every rank's mailbox, then writes active = n and pending = its operation.
+//   consume   reads n = active; polls its own mailbox until all ranks' fragments and headers of generation g are there;
+//             compares every header with what it expects; computes; stores the fill pattern over what it consumed. The
+//             last CTA to get that far clears the headers, writes next = n + 1, pending = 0, and gives the ticket back.
+// A rank can store into generation g again only in call n + 3. Before that it has consumed n + 2, for which it needed
+// this rank's publish of n + 2, which follows this rank's consume of n + 1 in stream order, and so the clearing of n.
+// Two generations would do if a publish never overlapped the consume before it; the third allows programmatic launch.
+//
+// Errors. Whoever finds one (time-out, other header, ticket taken, nothing pending) writes the lane's record once, sets
+// the error word, and neither advances nor clears. Its outputs, and those of every later call on the lane, are NaN,
+// without waiting. Only the collective reset leaves that state: synchronise, barrier, refill, synchronise, barrier.
+#pragma once
+
+#include <vector_types.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "mhc/mhc.h"
+
+#ifdef __CUDACC__
+#define MHC_HOST_DEVICE __host__ __device__
+#else
+#define MHC_HOST_DEVICE
+#endif
+
+namespace mhc {
+
+constexpr int kGenerations = 3;
+constexpr uint32_t kFillWord = 0x80008000u;  // two bf16 -0
+constexpr uint32_t kNaNWord = 0x7FC07FC0u;   // two bf16 NaN
+// A multiple of 3 below 2^31, so that generation and sequence wrap together and no header word can be the fill.
+constexpr uint32_t kSequenceLimit = 3u << 29;
+constexpr int kFragment = 8;  // bf16 elements that one thread handles: 16 bytes
+constexpr int kThreads = 128;
+constexpr int kElementsPerCta = kThreads * kFragment;
+
+// What a contribution is, in its header: how it was published (low byte) and who will consume it (second byte).
+enum class Published : uint32_t { kPlain = 1, kFinalize = 2, kByProducer = 3 };
+enum class Consumer : uint32_t { kUnknown = 0, kBoundary = 1, kResidualOnly = 2, kAllReduce = 3 };
+MHC_HOST_DEVICE constexpr uint32_t operationWord(Published published, Consumer consumer) {
+    return static_cast<uint32_t>(published) | (static_cast<uint32_t>(consumer) << 8);
+}
+
+// Of one lane, in this rank's device memory; other ranks never touch it.
+struct alignas(16) LaneState {
+    uint32_t next;             // number of the next call
+    uint32_t active;           // number of the call that is pending
+    uint32_t error;            // mhcErrorKind; not zero: the lane is stopped
+    uint32_t pending;          // operation word of what was published and not consumed, 0 = nothing
+    uint32_t ticket;           // owner number of the enqueue in flight, 0 = free
+    uint32_t rows;             // of the pending call
+    uint32_t publishArrivals;  // CTAs of the publish in flight that have stored their rows
+    uint32_t consumeArrivals;  // clusters of the consume in flight that have cleared their rows
+    uint32_t badIndexToken;    // 1 + row of a finalize index out of range, 0 = none; the consume reports it
+    uint32_t badIndex;         // that index
+    uint32_t badIndexRows;     // rows of the tensor it should lie in
+    uint32_t unused;
+};
+
+// One lane as a kernel sees it; passed by value.
+struct Mailbox {
+    uint4* slots[MHC_MAX_RANKS];    // rank r's slots, at the address this rank reaches them
+    uint4* headers[MHC_MAX_RANKS];  // likewise
+    LaneState* state;
+    mhcErrorRecord* record;  // in host memory
+    uint64_t timeoutNanoseconds;
+    int32_t rank;
+    int32_t tpSize;
+    int32_t capacity;
+    int32_t hiddenSize;
+    int32_t lane;
+    int32_t trapOnError;
+    int32_t headerLast;  // 1: a header is stored after all rows of its rank, for the gate kernel
+};
+
+MHC_HOST_DEVICE constexpr uint32_t generationOf(uint32_t sequence) {
+    return sequence % kGenerations;
+}
+
+// Offsets in 16-byte units within one lane's slots and headers.
+MHC_HOST_DEVICE constexpr size_t slotOffset(
+    Mailbox const& box, uint32_t generation, int source, int token, int fragment) {
+    return ((static_cast<size_t>(generation) * box.tpSize + source) * box.capacity + token) *
+               (box.hiddenSize / kFragment) +
+           fragment;
+}
+
+MHC_HOST_DEVICE constexpr size_t headerOffset(Mailbox const& box, uint32_t generation, int source) {
+    return static_cast<size_t>(generation) * box.tpSize + source;
+}
+
+}  // namespace mhc

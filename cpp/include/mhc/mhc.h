@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The C interface of mhc: the fused all-reduce + mHC boundary of DeepSeek V4.1 over a peer-to-peer mailbox.
+//
+// Conventions. Every function returns an mhcStatus; mhcLastError() then holds the sentence for the calling thread.
+// Tensors are contiguous device pointers, 16-byte aligned (fp32 mixes: 4-byte aligned). M = rows (tokens) of the call,
+// H = hidden size, hc = 4 residual streams. Streams are cudaStream_t, passed as void* so that C callers need no CUDA
+// header. Functions marked "collective" return only when every rank of the group has called them, or with MHC_TIMEOUT.
+#ifndef MHC_MHC_H
+#define MHC_MHC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define MHC_API __attribute__((visibility("default")))
+#else
+#define MHC_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MHC_MAX_RANKS 8
+#define MHC_STREAMS 4     // hc: the number of residual streams
+#define MHC_MAX_GROUP 64  // world ranks that a group list may hold
+
+typedef enum mhcStatus {
+    MHC_SUCCESS = 0,
+    MHC_INVALID_ARGUMENT = 1,
+    MHC_CUDA_ERROR = 2,
+    MHC_TIMEOUT = 3,        // a collective host call: a rank did not come in time
+    MHC_MAILBOX_ERROR = 4,  // the lane's error record is set; only mhcCommReset clears it
+    MHC_NOT_BOUND = 5,      // no communicator for this group and device
+    MHC_UNSUPPORTED = 6,
+    MHC_PEER_FAILED = 7,       // a collective host call: another rank reported a failure
+    MHC_CAPTURE_NOT_READY = 8  // capturing before the group has met
+} mhcStatus;
+
+// What went wrong inside a kernel: the one record of a lane.
+typedef enum mhcErrorKind {
+    MHC_ERROR_NONE = 0,
+    MHC_ERROR_TIMEOUT = 1,          // a contribution did not arrive
+    MHC_ERROR_HEADER_MISMATCH = 2,  // a peer came with another M, operation, order or lane
+    MHC_ERROR_INDEX = 3,            // a finalize index lies outside gemm2_permuted
+    MHC_ERROR_TICKET = 4,           // the lane was in use by another enqueue
+    MHC_ERROR_NOT_PUBLISHED = 5     // a published boundary found nothing published
+} mhcErrorKind;
+
+typedef struct mhcErrorRecord {
+    uint32_t kind;        // mhcErrorKind
+    int32_t rank;         // the rank waited for, or that sent the other header; -1 where no rank is meant
+    int32_t token;        // the row waited for
+    uint32_t generation;  // 0, 1, 2
+    uint32_t sequence;    // the lane's call number
+    uint32_t expected;    // header mismatch: this rank's word; index: rows of the tensor
+    uint32_t got;         // header mismatch: the peer's word; index: the index found
+    uint32_t field;       // header mismatch: 0 sequence, 1 rows, 2 operation, 3 lane
+} mhcErrorRecord;
+
+typedef enum mhcOnError {
+    MHC_ON_ERROR_RAISE = 0,  // outputs become NaN, the next call returns MHC_MAILBOX_ERROR
+    MHC_ON_ERROR_TRAP = 1    // the kernel traps: for hosts that would not look at the record
+} mhcOnError;
+
+// How ranks that share a device wait. See docs/architecture.md, "Ranks on one device".
+typedef enum mhcWaitMode {
+    MHC_WAIT_AUTO = 0,  // gate where ranks share a device, spin elsewhere
+    MHC_WAIT_SPIN = 1,  // every consumer CTA polls for itself
+    MHC_WAIT_GATE = 2   // a one-CTA kernel waits, the consumer follows it
+} mhcWaitMode;
+
+typedef struct mhcComm* mhcComm_t;
+
+// An all-gather among the group's ranks, supplied by the caller: `send` has `bytes` bytes, `receive` has tp_size times
+// that, in rank order. Returns 0, or anything else for failure. Called only from within collective functions.
+typedef int (*mhcAllGatherFn)(void* context, void const* send, void* receive, size_t bytes);
+
+typedef struct mhcCommConfig {
+    uint32_t struct_size;  // sizeof(mhcCommConfig)
+    int32_t tp_size;       // 1, 2, 4 or 8
+    int32_t rank;          // index in the group, 0 .. tp_size-1
+    int32_t device;        // CUDA device ordinal of this rank
+    int32_t hidden_size;   // 4096, 5120 or 7168
+    int32_t capacity;      // rows of one mailbox slot; larger M goes through in chunks
+    int32_t lanes;         // independent mailboxes, 1 .. 64
+    int32_t on_error;      // mhcOnError
+    int32_t wait_mode;     // mhcWaitMode
+    uint32_t timeout_ms;   // of a kernel's wait and of each collective host call; 0 = 60 000
+    int32_t group_size;    // number of entries of `group`; 0: the ranks 0 .. tp_size-1
+    int32_t const* group;  // world ranks, as in the plugins' `group` attribute
+} mhcCommConfig;
+
+MHC_API char const* mhcVersion(void);
+MHC_API char const* mhcLastError(void);
+MHC_API char const* mhcStatusName(mhcStatus status);
+
+// ---- communicator -------------------------------------------------------------------------------------------------
+
+// Collective. Ranks are threads of this process; `name` says which of them belong together.
+MHC_API mhcStatus mhcCommCreateThreads(mhcComm_t* comm, mhcCommConfig const* config, char const* name);
+// Collective. Ranks meet through the caller's all-gather (mpi4py, torch.distributed, multiprocessing, ...).
+MHC_API mhcStatus
+mhcCommCreateAllGather(mhcComm_t* comm, mhcCommConfig const* config, mhcAllGatherFn allGather, void* context);
+// Collective unless the lanes are in error. Waits for the device's work, then frees.
+MHC_API mhcStatus mhcCommDestroy(mhcComm_t comm);
+// Collective: quiesces, refills every lane, forgets errors, tickets and pending publishes.
+MHC_API mhcStatus mhcCommReset(mhcComm_t comm);
+// MHC_SUCCESS, or MHC_MAILBOX_ERROR with the record of the first lane in error (lane < 0: any lane).
+MHC_API mhcStatus mhcCommStatus(mhcComm_t comm, int32_t lane, mhcErrorRecord* record);
+
+typedef struct mhcCommInfo {
+    uint32_t struct_size;
+    int32_t tp_size, rank, device, hidden_size, capacity, lanes;
+    int32_t ranks_per_device;  // the group's maximum
+    int32_t waits_at_gate;     // 1: mhcWaitMode resolved to the gate
+    int32_t multicast;         // 1: NVLink multicast is used
+    size_t mailbox_bytes;      // of this rank, all lanes
+} mhcCommInfo;
+MHC_API mhcStatus mhcCommGetInfo(mhcComm_t comm, mhcCommInfo* info);
+
+// ---- which communicator a plugin uses -----------------------------------------------------------------------------
+
+// Makes (comm, lane) current for the calling thread; comm = NULL clears it.
+MHC_API mhcStatus mhcCommSetCurrent(mhcComm_t comm, int32_t lane);
+// The current communicator of this thread if its group matches, else the only one registered for the group on the
+// current device: MHC_NOT_BOUND when there is none or more than one. `groupSize` 0 = ranks 0 .. tpSize-1.
+// `lane` receives the lane that was made current with it, or 0.
+MHC_API mhcStatus mhcCommFind(int32_t tpSize, int32_t const* group, int32_t groupSize, mhcComm_t* comm, int32_t* lane);
+// Keeps comm alive while a context uses it (counted).
+MHC_API mhcStatus mhcCommRetain(mhcComm_t comm);
+MHC_API mhcStatus mhcCommRelease(mhcComm_t comm);
+
+// ---- operations ----------------------------------------------------------------------------------------------------
+
+typedef struct mhcBoundaryArgs {
+    uint32_t struct_size;
+    int32_t rows;          // M >= 0; 0 does nothing on every rank
+    void const* x;         // [M,H] bf16, this rank's partial; with top_k > 0 NULL
+    void const* residual;  // [M,hc,H] bf16
+    float const* post;     // [M,hc]
+    float const* comb;     // [M,hc,hc], [source, target]
+    float const* pre;      // [M,hc]; NULL = residual-only
+    void const* gamma;     // [H] bf16; NULL = residual-only
+    float norm_eps;
+    void* residual_out;  // [M,hc,H] bf16, must not overlap residual
+    void* layer_input;   // [M,H] bf16; NULL = residual-only
+    // MoE finalize in place of x
+    int32_t top_k;                                // 0 = plain
+    int32_t permuted_rows;                        // rows of gemm2_permuted
+    void const* gemm2_permuted;                   // [permuted_rows,H] bf16
+    float const* expert_weights;                  // [M,top_k]
+    int32_t const* expanded_idx_to_permuted_idx;  // [M,top_k], -1: not on this rank
+    void const* shared_output;                    // [M,H] bf16
+    // MXFP8 layer input
+    void* mxfp8_data;    // [M,H] e4m3 or NULL
+    void* mxfp8_scales;  // mhcMxfp8ScaleBytes(M,H) bytes, 128x4 swizzled, or NULL
+    int32_t published;   // 1: x was stored into the mailbox by its producer; only the consumer is launched
+} mhcBoundaryArgs;
+
+MHC_API size_t mhcMxfp8ScaleBytes(int32_t rows, int32_t hidden);
+MHC_API mhcStatus mhcBoundary(mhcComm_t comm, int32_t lane, mhcBoundaryArgs const* args, void* stream);
+// The same arithmetic with this rank's contribution alone: tp_size 1, and a plugin whose phase gate is closed.
+MHC_API mhcStatus mhcBoundaryLocal(int32_t hidden, mhcBoundaryArgs const* args, void* stream);
+// sum = the fp32 sum in rank order, rounded once to bf16. x and sum may not overlap.
+MHC_API mhcStatus mhcAllReduce(mhcComm_t comm, int32_t lane, void const* x, void* sum, int32_t rows, void* stream);
+MHC_API mhcStatus mhcAllReduceLocal(void const* x, void* sum, int32_t rows, int32_t hidden, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif  // MHC_MHC_H

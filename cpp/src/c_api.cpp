@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The C functions: handles, which communicator a plugin uses, and the way from exceptions to status codes.
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "communicator.h"
+#include "mhc/mhc.h"
+#include "mhc/mxfp8_layout.h"
+#include "status.h"
+
+// What a handle points to. It outlives the communicator it was made for while a plugin still holds it.
+struct mhcComm {
+    std::shared_ptr<mhc::Communicator> communicator;
+    int references = 1;
+};
+
+namespace mhc {
+namespace {
+
+thread_local std::string lastError;
+
+struct Current {
+    mhcComm* comm = nullptr;
+    int lane = 0;
+};
+thread_local Current current;
+
+// All handles of the process.
+class Registry {
+public:
+    static Registry& instance() {
+        static Registry* const registry = new Registry;  // never destroyed: plugins may outlive static destruction
+        return *registry;
+    }
+
+    mhcComm* add(std::shared_ptr<Communicator> communicator) {
+        auto* comm = new mhcComm{std::move(communicator)};
+        std::lock_guard<std::mutex> const lock(mutex_);
+        handles_.push_back(comm);
+        open_.push_back(comm);
+        return comm;
+    }
+
+    std::shared_ptr<Communicator> get(mhcComm* comm) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        requireKnown(comm);
+        return comm->communicator;
+    }
+
+    void retain(mhcComm* comm) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        requireKnown(comm);
+        ++comm->references;
+    }
+
+    void drop(mhcComm* comm) {
+        std::shared_ptr<Communicator> last;
+        std::lock_guard<std::mutex> const lock(mutex_);
+        requireKnown(comm);
+        if (--comm->references > 0)
+            return;
+        last = std::move(comm->communicator);
+        handles_.erase(std::find(handles_.begin(), handles_.end(), comm));
+        delete comm;
+    }
+
+    // No longer found by plugins that look for a group.
+    std::shared_ptr<Communicator> withdraw(mhcComm* comm) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        requireKnown(comm);
+        auto const at = std::find(open_.begin(), open_.end(), comm);
+        require(at != open_.end(), "the communicator is already destroyed");
+        open_.erase(at);
+        return comm->communicator;
+    }
+
+    std::vector<mhcComm*> find(std::vector<int32_t> const& group, int device) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        std::vector<mhcComm*> found;
+        for (mhcComm* comm : open_) {
+            CommSettings const& s = comm->communicator->settings();
+            if (s.group == group && s.device == device)
+                found.push_back(comm);
+        }
+        return found;
+    }
+
+    bool isOpen(mhcComm* comm) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        return std::find(open_.begin(), open_.end(), comm) != open_.end();
+    }
+
+private:
+    void requireKnown(mhcComm* comm) const {
+        require(
+            std::find(handles_.begin(), handles_.end(), comm) != handles_.end(),
+            "not a communicator handle of this library: ", static_cast<void*>(comm));
+    }
+
+    std::mutex mutex_;
+    std::vector<mhcComm*> handles_;
+    std::vector<mhcComm*> open_;
+};
+
+std::string listOf(std::vector<int32_t> const& ranks) {
+    std::string text;
+    for (int32_t const r : ranks)
+        text += (text.empty() ? "" : ", ") + std::to_string(r);
+    return "[" + text + "]";
+}
+
+mhcStatus create(
+    mhcComm_t* comm, mhcCommConfig const* config,
+    std::unique_ptr<Bootstrap> (*bootstrap)(CommSettings const&, void const*), void const* argument) {
+    return guarded([&] {
+        require(comm != nullptr, "comm is NULL");
+        *comm = nullptr;
+        CommSettings const settings = readConfig(config);
+        *comm = Registry::instance().add(std::make_shared<Communicator>(settings, bootstrap(settings, argument)));
+    });
+}
+
+struct Callback {
+    mhcAllGatherFn function;
+    void* context;
+};
+
+cudaStream_t streamOf(void* stream) {
+    return static_cast<cudaStream_t>(stream);
+}
+
+}  // namespace
+
+void setLastError(std::string const& sentence) noexcept {
+    try {
+        lastError = sentence;
+    } catch (...) {
+        lastError.clear();
+    }
+}
+
+}  // namespace mhc
+
+using mhc::guarded;
+using mhc::Registry;
+using mhc::require;
+
+extern "C" {
+
+char const* mhcVersion(void) {
+    return MHC_VERSION;
+}
+
+char const* mhcLastError(void) {
+    return mhc::lastError.c_str();
+}
+
+char const* mhcStatusName(mhcStatus status) {
+    switch (status) {
+        case MHC_SUCCESS:
+            return "MHC_SUCCESS";
+        case MHC_INVALID_ARGUMENT:
+            return "MHC_INVALID_ARGUMENT";
+        case MHC_CUDA_ERROR:
+            return "MHC_CUDA_ERROR";
+        case MHC_TIMEOUT:
+            return "MHC_TIMEOUT";
+        case MHC_MAILBOX_ERROR:
+            return "MHC_MAILBOX_ERROR";
+        case MHC_NOT_BOUND:
+            return "MHC_NOT_BOUND";
+        case MHC_UNSUPPORTED:
+            return "MHC_UNSUPPORTED";
+        case MHC_PEER_FAILED:
+            return "MHC_PEER_FAILED";
+        case MHC_CAPTURE_NOT_READY:
+            return "MHC_CAPTURE_NOT_READY";
+    }
+    return "unknown mhcStatus";
+}
+
+mhcStatus mhcCommCreateThreads(mhcComm_t* comm, mhcCommConfig const* config, char const* name) {
+    if (name == nullptr || *name == '\0') {
+        return guarded([] { mhc::fail(MHC_INVALID_ARGUMENT, "the group's name is empty: ranks meet by it"); });
+    }
+    return mhc::create(
+        comm, config,
+        [](mhc::CommSettings const& s, void const* argument) {
+            return mhc::makeThreadBootstrap(static_cast<char const*>(argument), s.rank, s.tpSize, s.timeout);
+        },
+        name);
+}
+
+mhcStatus mhcCommCreateAllGather(
+    mhcComm_t* comm, mhcCommConfig const* config, mhcAllGatherFn allGather, void* context) {
+    if (allGather == nullptr)
+        return guarded([] { mhc::fail(MHC_INVALID_ARGUMENT, "allGather is NULL"); });
+    mhc::Callback const callback{allGather, context};
+    return mhc::create(
+        comm, config,
+        [](mhc::CommSettings const&, void const* argument) {
+            auto const& given = *static_cast<mhc::Callback const*>(argument);
+            return mhc::makeCallbackBootstrap(given.function, given.context);
+        },
+        &callback);
+}
+
+mhcStatus mhcCommDestroy(mhcComm_t comm) {
+    return guarded([&] {
+        Registry::instance().withdraw(comm)->close();
+        Registry::instance().drop(comm);
+    });
+}
+
+mhcStatus mhcCommReset(mhcComm_t comm) {
+    return guarded([&] { Registry::instance().get(comm)->reset(); });
+}
+
+mhcStatus mhcCommStatus(mhcComm_t comm, int32_t lane, mhcErrorRecord* record) {
+    return guarded([&] {
+        auto const communicator = Registry::instance().get(comm);
+        int const lanes = communicator->settings().lanes;
+        require(lane < lanes, "lane must be below ", lanes, ", got ", lane);
+        int const found = communicator->errorLane(lane);
+        if (record != nullptr)
+            *record = found < 0 ? mhcErrorRecord{} : communicator->record(found);
+        if (found >= 0)
+            mhc::fail(MHC_MAILBOX_ERROR, mhc::describe(communicator->record(found), found));
+    });
+}
+
+mhcStatus mhcCommGetInfo(mhcComm_t comm, mhcCommInfo* info) {
+    return guarded([&] {
+        require(info != nullptr, "info is NULL");
+        require(
+            info->struct_size == sizeof(mhcCommInfo), "mhcCommInfo.struct_size is ", info->struct_size, ", expected ",
+            sizeof(mhcCommInfo), ": header and library differ");
+        *info = Registry::instance().get(comm)->info();
+    });
+}
+
+mhcStatus mhcCommSetCurrent(mhcComm_t comm, int32_t lane) {
+    return guarded([&] {
+        if (comm == nullptr) {
+            mhc::current = {};
+            return;
+        }
+        int const lanes = Registry::instance().get(comm)->settings().lanes;
+        require(lane >= 0 && lane < lanes, "lane must be in 0 .. ", lanes - 1, ", got ", lane);
+        mhc::current = {comm, lane};
+    });
+}
+
+mhcStatus mhcCommFind(int32_t tpSize, int32_t const* group, int32_t groupSize, mhcComm_t* comm, int32_t* lane) {
+    return guarded([&] {
+        require(comm != nullptr && lane != nullptr, "comm or lane is NULL");
+        *comm = nullptr;
+        std::vector<int32_t> const ranks = mhc::groupRanks(tpSize, group, groupSize);
+        if (mhc::current.comm != nullptr && Registry::instance().isOpen(mhc::current.comm) &&
+            Registry::instance().get(mhc::current.comm)->settings().group == ranks) {
+            *comm = mhc::current.comm;
+            *lane = mhc::current.lane;
+            return;
+        }
+        int device = 0;
+        mhc::checkCuda(cudaGetDevice(&device), "cudaGetDevice");
+        std::vector<mhcComm*> const found = Registry::instance().find(ranks, device);
+        if (found.size() != 1) {
+            mhc::fail(
+                MHC_NOT_BOUND, found.empty() ? "no communicator" : "more than one communicator",
+                " for the tensor-parallel group ", mhc::listOf(ranks), " on device ", device,
+                ": make one and create the execution context inside `with communicator.bound():`");
+        }
+        *comm = found.front();
+        *lane = 0;
+    });
+}
+
+mhcStatus mhcCommRetain(mhcComm_t comm) {
+    return guarded([&] { Registry::instance().retain(comm); });
+}
+
+mhcStatus mhcCommRelease(mhcComm_t comm) {
+    return guarded([&] { Registry::instance().drop(comm); });
+}
+
+size_t mhcMxfp8ScaleBytes(int32_t rows, int32_t hidden) {
+    if (rows <= 0 || hidden <= 0)
+        return 0;
+    return static_cast<size_t>(mhc::paddedScaleRows(rows)) * mhc::scaleColumns(hidden);
+}
+
+mhcStatus mhcBoundary(mhcComm_t comm, int32_t lane, mhcBoundaryArgs const* args, void* stream) {
+    return guarded([&] {
+        require(args != nullptr, "args is NULL");
+        Registry::instance().get(comm)->boundary(lane, *args, mhc::streamOf(stream));
+    });
+}
+
+mhcStatus mhcBoundaryLocal(int32_t hidden, mhcBoundaryArgs const* args, void* stream) {
+    return guarded([&] {
+        require(args != nullptr, "args is NULL");
+        mhc::boundaryLocal(hidden, *args, mhc::streamOf(stream));
+    });
+}
+
+mhcStatus mhcAllReduce(mhcComm_t comm, int32_t lane, void const* x, void* sum, int32_t rows, void* stream) {
+    return guarded([&] { Registry::instance().get(comm)->allReduce(lane, x, sum, rows, mhc::streamOf(stream)); });
+}
+
+mhcStatus mhcAllReduceLocal(void const* x, void* sum, int32_t rows, int32_t hidden, void* stream) {
+    return guarded([&] { mhc::allReduceLocal(x, sum, rows, hidden, mhc::streamOf(stream)); });
+}
+
+}  // extern "C"

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One rank's membership in a tensor-parallel group: its mailboxes, the peers' as it reaches them, and its lanes.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bootstrap.h"
+#include "kernels.h"
+#include "mhc/mhc.h"
+
+namespace mhc {
+
+struct CommSettings {
+    int tpSize;
+    int rank;
+    int device;
+    int hiddenSize;
+    int capacity;
+    int lanes;
+    mhcOnError onError;
+    mhcWaitMode waitMode;
+    std::chrono::milliseconds timeout;
+    std::vector<int32_t> group;
+};
+
+// Checks a configuration that comes from outside; throws with what was expected and what came.
+CommSettings readConfig(mhcCommConfig const* config);
+
+// The world ranks that a (tpSize, group) pair names; an empty group is 0 .. tpSize-1.
+std::vector<int32_t> groupRanks(int tpSize, int32_t const* group, int groupSize);
+
+class Communicator {
+public:
+    // Collective.
+    Communicator(CommSettings settings, std::unique_ptr<Bootstrap> bootstrap);
+    ~Communicator();
+    Communicator(Communicator const&) = delete;
+    Communicator& operator=(Communicator const&) = delete;
+
+    CommSettings const& settings() const { return settings_; }
+    // The first lane in error, or -1. `lane` < 0 looks at all.
+    int errorLane(int lane) const;
+    mhcErrorRecord record(int lane) const { return records_[lane]; }
+    void reset();
+    // Frees the device memory. Collective where no lane is in error. Calls after it throw.
+    void close();
+    mhcCommInfo info() const;
+
+    void boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t stream);
+    void allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream);
+
+private:
+    class Setup;
+    void quiesce();
+    void barrier();
+    void fill();
+    void release() noexcept;
+    void checkUsable(int lane) const;
+    template <typename Publish>
+    void exchange(
+        int lane, int rows, Published published, ConsumeShape const& shape, ConsumeArgs args, cudaStream_t stream,
+        Publish publish);
+
+    CommSettings settings_;
+    std::unique_ptr<Bootstrap> bootstrap_;
+    std::byte* mailbox_ = nullptr;       // slots and headers of all lanes
+    LaneState* states_ = nullptr;        // device, one a lane
+    mhcErrorRecord* records_ = nullptr;  // host, pinned, one a lane
+    std::vector<void*> openedHandles_;   // CUDA IPC mappings of peers
+    std::vector<Mailbox> boxes_;         // as kernels take them, one a lane
+    size_t mailboxBytes_ = 0;
+    int ranksPerDevice_ = 1;
+    bool waitsAtGate_ = false;
+    std::atomic<bool> closed_{false};
+};
+
+// This rank's contribution alone, without a mailbox.
+void boundaryLocal(int hidden, mhcBoundaryArgs const& args, cudaStream_t stream);
+void allReduceLocal(void const* x, void* sum, int rows, int hidden, cudaStream_t stream);
+
+// The sentence for an error record.
+std::string describe(mhcErrorRecord const& record, int lane);
+
+}  // namespace mhc

@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Consuming: wait for all ranks' contributions, then all-reduce, mHC post, collapse, RMSNorm and, if asked, MXFP8.
+//
+// One thread handles 8 consecutive elements of one row and all its streams; a CTA of 128 threads 1024 of them; the CTAs
+// of a row form a cluster where the norm needs the whole row.
+#include "kernels.h"
+#include "launch.h"
+#include "mhc/mailbox.cuh"
+#include "mhc/mix.cuh"
+#include "mhc/mxfp8.cuh"
+#include "mhc/rms_norm.cuh"
+
+namespace mhc {
+namespace {
+
+constexpr int kWarps = kThreads / 32;
+
+// Of the call this kernel consumes, or the reason why it must not.
+struct Call {
+    uint32_t sequence;
+    bool usable;
+};
+
+__device__ __forceinline__ Call currentCall(Mailbox const& box, ConsumeArgs const& args) {
+    auto const* words = reinterpret_cast<uint4 const*>(box.state);
+    uint4 const first = ptx::loadRelaxedDevice(words);       // next, active, error, pending
+    uint4 const second = ptx::loadRelaxedDevice(words + 1);  // ticket, rows, arrivals
+    uint32_t const sequence = first.y;
+    if (first.z != MHC_ERROR_NONE)
+        return {sequence, false};
+    // A consumer that was launched with its publish owns the ticket; one that follows a producer's publish cannot know
+    // the producer's number.
+    bool const ticketOk = args.publishedByProducer ? second.x != 0 : second.x == args.chunk.owner;
+    bool const pendingOk = first.w == args.chunk.operation && second.y == static_cast<uint32_t>(args.chunk.totalRows);
+    if (ticketOk && pendingOk)
+        return {sequence, true};
+    if (threadIdx.x == 0) {
+        recordError(
+            box, ticketOk || second.x == 0 ? MHC_ERROR_NOT_PUBLISHED : MHC_ERROR_TICKET, box.rank, -1, sequence,
+            args.chunk.operation, first.w, 0);
+    }
+    return {sequence, false};
+}
+
+__device__ __forceinline__ bool sameHeader(uint4 a, uint4 b) {
+    return a.x == b.x && a.y == b.y && a.z == b.z && a.w == b.w;
+}
+
+__device__ __noinline__ void recordOtherHeader(
+    Mailbox const& box, int rowBegin, uint32_t sequence, int source, uint4 expected, uint4 header) {
+    uint32_t field = 0;
+    while (field < 3 && wordOf(header, field) == wordOf(expected, field))
+        ++field;
+    recordError(
+        box, MHC_ERROR_HEADER_MISMATCH, source, rowBegin, sequence, wordOf(expected, field), wordOf(header, field),
+        field);
+}
+
+// Waits for this thread's fragment of every rank and, warp by warp, for all headers. False: the lane has an error.
+template <int kTp>
+__device__ __forceinline__ bool collect(
+    Mailbox const& box, Chunk const& chunk, uint32_t sequence, int token, int fragment, uint4 (&contributions)[kTp]) {
+    uint32_t const generation = generationOf(sequence);
+    int const lane = static_cast<int>(threadIdx.x & 31u);
+    bool const readsHeader = lane < kTp;
+    uint4 const* slot = box.slots[box.rank] + slotOffset(box, generation, 0, token, fragment);
+    size_t const rankStride = static_cast<size_t>(box.capacity) * (box.hiddenSize / kFragment);
+    uint4 const* headerAt = box.headers[box.rank] + headerOffset(box, generation, readsHeader ? lane : 0);
+    uint4 const expected{
+        sequence, static_cast<uint32_t>(chunk.totalRows), chunk.operation, static_cast<uint32_t>(box.lane)};
+    Deadline deadline(box);
+    while (true) {
+        int missing = -1;
+#pragma unroll
+        for (int r = 0; r < kTp; ++r)
+            contributions[r] = ptx::loadRelaxedSystem(slot + r * rankStride);
+        uint4 const header = ptx::loadRelaxedSystem(headerAt);
+#pragma unroll
+        for (int r = kTp - 1; r >= 0; --r) {
+            if (hasSentinel(contributions[r]))
+                missing = r;
+        }
+        bool other = false;
+        if (readsHeader) {
+            if (headerMissing(header)) {
+                missing = lane;
+            } else {
+                other = !sameHeader(header, expected);
+            }
+        }
+        // The whole warp leaves together: a lane that went ahead would wait for the others in the norm's shuffles.
+        if (__any_sync(0xFFFFFFFFu, other)) {
+            if (other)
+                recordOtherHeader(box, chunk.rowBegin, sequence, lane, expected, header);
+            return false;
+        }
+        if (__all_sync(0xFFFFFFFFu, missing < 0))
+            return true;
+        bool late = false;
+        bool const waiting = deadline.keepWaiting(late);
+        if (__all_sync(0xFFFFFFFFu, waiting))
+            continue;
+        if (__any_sync(0xFFFFFFFFu, late) && missing >= 0) {
+            recordError(box, MHC_ERROR_TIMEOUT, missing, chunk.rowBegin + token, sequence, 0, 0, 0);
+        }
+        return false;
+    }
+}
+
+template <int kTp>
+__device__ __forceinline__ void rearm(Mailbox const& box, uint32_t sequence, int token, int fragment) {
+    uint4* slot = box.slots[box.rank] + slotOffset(box, generationOf(sequence), 0, token, fragment);
+    size_t const rankStride = static_cast<size_t>(box.capacity) * (box.hiddenSize / kFragment);
+#pragma unroll
+    for (int r = 0; r < kTp; ++r)
+        slot[r * rankStride] = filled(kFillWord);
+}
+
+// The last of `arrivals` to come here ends the call. One thread calls it for a group of CTAs whose rows are consumed.
+// The counter needs no fence: the host and later kernels read what this orders after the grid has completed, and an
+// error word is set by an atomic whose result its writer had before it came to the barrier in front of this.
+__device__ __forceinline__ void finishCall(Mailbox const& box, uint32_t sequence, uint32_t arrivals) {
+    LaneState* state = box.state;
+    if (atomicAdd(&state->consumeArrivals, 1u) + 1 != arrivals)
+        return;
+    if (state->badIndexToken != 0) {
+        recordError(
+            box, MHC_ERROR_INDEX, box.rank, static_cast<int>(state->badIndexToken) - 1, sequence, state->badIndexRows,
+            state->badIndex, 0);
+    }
+    if (ptx::loadRelaxedDevice(&state->error) != MHC_ERROR_NONE)
+        return;
+    for (int r = 0; r < box.tpSize; ++r) {
+        box.headers[box.rank][headerOffset(box, generationOf(sequence), r)] = filled(kFillWord);
+    }
+    state->consumeArrivals = 0;
+    state->pending = 0;
+    state->next = sequence + 1 == kSequenceLimit ? 0 : sequence + 1;
+    // Another enqueue may take the lane from here on, with everything above in place.
+    __threadfence();
+    atomicExch(&state->ticket, 0u);
+}
+
+struct Operands {
+    uint4 residual[MHC_STREAMS];
+    Mixes mixes;
+};
+
+template <Consumer kConsumer>
+__device__ __forceinline__ void loadOperands(
+    ConsumeArgs const& args, int row, int fragment, int rowFragments, Operands& o) {
+    if constexpr (kConsumer != Consumer::kAllReduce) {
+        size_t const first = static_cast<size_t>(row) * MHC_STREAMS;
+#pragma unroll
+        for (int j = 0; j < MHC_STREAMS; ++j)
+            o.residual[j] = args.residual[(first + j) * rowFragments + fragment];
+        loadFour(o.mixes.post, args.post + first);
+#pragma unroll
+        for (int j = 0; j < MHC_STREAMS; ++j) {
+            loadFour(o.mixes.comb[j], args.comb + first * MHC_STREAMS + j * MHC_STREAMS);
+        }
+        if constexpr (kConsumer == Consumer::kBoundary)
+            loadFour(o.mixes.pre, args.pre + first);
+    }
+}
+
+// Zero scales for the rows that pad the last tile: a GEMM may load them, and a random E8M0 byte can be NaN.
+__device__ __forceinline__ void zeroPaddedScales(ConsumeArgs const& args, int hidden, int token, int fragment) {
+    int const columns = scaleColumns(hidden);
+    int const wordsPerRow = columns / kScaleTileColumns;
+    int const total = args.chunk.totalRows;
+    int const words = (paddedScaleRows(total) - total) * wordsPerRow;
+    int const step = args.chunk.rows * (hidden / kFragment);
+    for (int i = token * (hidden / kFragment) + fragment; i < words; i += step) {
+        size_t const at = scaleOffset(total + i / wordsPerRow, i % wordsPerRow * kScaleTileColumns, columns);
+        *reinterpret_cast<uint32_t*>(args.scales + at) = 0;
+    }
+}
+
+// kTp 1 takes the contribution from args.x and needs no mailbox. kClusterSize is H / 1024 for a boundary with a norm,
+// else 1.
+template <int kTp, Consumer kConsumer, int kClusterSize>
+__global__ void __launch_bounds__(kThreads)
+    consumeKernel(__grid_constant__ Mailbox const box, __grid_constant__ ConsumeArgs const args) {
+    constexpr bool kNorm = kConsumer == Consumer::kBoundary;
+    int const token = static_cast<int>(blockIdx.y);
+    int const row = args.chunk.rowBegin + token;
+    int const fragment = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+    int const rowFragments = static_cast<int>(gridDim.x) * kThreads;
+    size_t const at = static_cast<size_t>(row) * rowFragments + fragment;
+
+    // The CTAs of a cluster store into each other's shared memory below; by then all of them must have started.
+    if constexpr (kNorm)
+        ptx::clusterArrive();
+    uint4 gamma;
+    if constexpr (kNorm)
+        gamma = args.gamma[fragment];  // a weight: no kernel writes it
+    Operands operands;
+    if (args.preload)
+        loadOperands<kConsumer>(args, row, fragment, rowFragments, operands);
+    ptx::gridDependencyWait();
+    if (!args.preload)
+        loadOperands<kConsumer>(args, row, fragment, rowFragments, operands);
+
+    uint4 contributions[kTp];
+    Call call{0, true};
+    bool arrived = true;
+    if constexpr (kTp == 1) {
+        contributions[0] = args.x[static_cast<size_t>(row) * args.xRowStride + fragment];
+    } else {
+        call = currentCall(box, args);
+        arrived = __all_sync(0xFFFFFFFFu, call.usable) &&
+                  collect<kTp>(box, args.chunk, call.sequence, token, fragment, contributions);
+        // NaN in the sum makes everything NaN that is computed from it.
+        if (!arrived)
+            contributions[0] = filled(kNaNWord);
+    }
+    ptx::launchDependents();
+
+    uint4 const reduced = reduceRanks(contributions);
+    uint4 collapsed;
+    if constexpr (kConsumer == Consumer::kAllReduce) {
+        args.residualOut[at] = reduced;
+    } else {
+        uint4 streams[MHC_STREAMS];
+#pragma unroll
+        for (int i = 0; i < MHC_STREAMS; ++i) {
+            streams[i] = mixStream(reduced, operands.residual, operands.mixes, i);
+            args.residualOut[(static_cast<size_t>(row) * MHC_STREAMS + i) * rowFragments + fragment] = streams[i];
+        }
+        if constexpr (kNorm)
+            collapsed = collapse(streams, operands.mixes);
+    }
+    if constexpr (kTp > 1) {
+        if (arrived)
+            rearm<kTp>(box, call.sequence, token, fragment);
+    }
+
+    if constexpr (!kNorm) {
+        if constexpr (kTp > 1) {
+            __syncthreads();
+            if (threadIdx.x == 0 && arrived)
+                finishCall(box, call.sequence, gridDim.x * gridDim.y);
+        }
+    } else {
+        constexpr int kGroups = kWarps * kClusterSize;
+        __shared__ float groupSums[kGroups];
+        float const sum = sumOfSquares(collapsed);
+        int const lane = static_cast<int>(threadIdx.x & 31u);
+        int const group = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5u);
+        ptx::clusterWait();
+        if (lane < kClusterSize)
+            ptx::storeCluster(&groupSums[group], static_cast<uint32_t>(lane), sum);
+        ptx::clusterArrive();
+        ptx::clusterWait();
+        if constexpr (kTp > 1) {
+            if (blockIdx.x == 0 && threadIdx.x == 0 && arrived)
+                finishCall(box, call.sequence, gridDim.y);
+        }
+        float total = groupSums[0];
+#pragma unroll
+        for (int g = 1; g < kGroups; ++g)
+            total = __fadd_rn(total, groupSums[g]);
+        uint4 const normalised = normalise(collapsed, gamma, inverseRms(total, rowFragments * kFragment, args.eps));
+        args.layerInput[at] = normalised;
+        if (args.quantised != nullptr) {
+            uint32_t exponent;
+            args.quantised[at] = quantiseFragment(normalised, exponent);
+            int const hidden = rowFragments * kFragment;
+            constexpr int kThreadsPerBlock = kScaleBlock / kFragment;
+            if (fragment % kThreadsPerBlock == 0) {
+                args.scales[scaleOffset(row, fragment / kThreadsPerBlock, scaleColumns(hidden))] =
+                    static_cast<uint8_t>(exponent);
+            }
+            zeroPaddedScales(args, hidden, token, fragment);
+        }
+    }
+}
+
+using ConsumeKernel = void (*)(Mailbox const, ConsumeArgs const);
+
+struct KernelEntry {
+    Consumer consumer;
+    int clusterSize;
+    int tp;
+    ConsumeKernel kernel;
+};
+
+template <int kTp, Consumer kConsumer, int kClusterSize = 1>
+constexpr KernelEntry entry() {
+    return {kConsumer, kClusterSize, kTp, consumeKernel<kTp, kConsumer, kClusterSize>};
+}
+
+#define MHC_ENTRIES_OF(tp)                                                                                        \
+    entry<tp, Consumer::kAllReduce>(), entry<tp, Consumer::kResidualOnly>(), entry<tp, Consumer::kBoundary, 4>(), \
+        entry<tp, Consumer::kBoundary, 5>(), entry<tp, Consumer::kBoundary, 7>()
+
+constexpr KernelEntry kKernels[] = {MHC_ENTRIES_OF(1), MHC_ENTRIES_OF(2), MHC_ENTRIES_OF(4), MHC_ENTRIES_OF(8)};
+
+#undef MHC_ENTRIES_OF
+
+}  // namespace
+
+bool hiddenSizeSupported(int hidden) {
+    if (hidden <= 0 || hidden % kElementsPerCta != 0)
+        return false;
+    for (KernelEntry const& entry : kKernels) {
+        if (entry.consumer == Consumer::kBoundary && entry.clusterSize == hidden / kElementsPerCta)
+            return true;
+    }
+    return false;
+}
+
+cudaError_t launchConsume(
+    ConsumeShape const& shape, Mailbox const& box, ConsumeArgs const& args, Launch how, cudaStream_t stream) {
+    int const ctasPerRow = shape.hidden / kElementsPerCta;
+    int const clusterSize = shape.consumer == Consumer::kBoundary ? ctasPerRow : 1;
+    for (KernelEntry const& entry : kKernels) {
+        if (entry.consumer != shape.consumer || entry.tp != shape.tp || entry.clusterSize != clusterSize) {
+            continue;
+        }
+        dim3 const grid(static_cast<unsigned>(ctasPerRow), static_cast<unsigned>(args.chunk.rows), 1);
+        return launchKernel(entry.kernel, grid, kThreads, clusterSize, how, stream, box, args);
+    }
+    return cudaErrorInvalidDeviceFunction;
+}
+
+cudaError_t loadConsumeKernels() {
+    for (KernelEntry const& entry : kKernels) {
+        cudaError_t const status = loadKernels({kernelAddress(entry.kernel)});
+        if (status != cudaSuccess)
+            return status;
+    }
+    return cudaSuccess;
+}
+
+cudaError_t loadAllKernels() {
+    cudaError_t const status = loadPublishKernels();
+    return status == cudaSuccess ? loadConsumeKernels() : status;
+}
+
+}  // namespace mhc

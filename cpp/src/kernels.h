@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the host side knows of the kernels: their arguments and how to launch them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "mhc/mailbox.h"
+#include "mhc/mhc.h"
+
+namespace mhc {
+
+// Rows [rowBegin, rowBegin + rows) of a call of totalRows go through the mailbox at once.
+struct Chunk {
+    int32_t rowBegin;
+    int32_t rows;
+    int32_t totalRows;
+    uint32_t owner;      // number of the enqueue, never 0
+    uint32_t operation;  // operationWord of what is published
+};
+
+struct FinalizeInput {
+    uint4 const* permuted;
+    float const* weights;
+    int32_t const* index;
+    uint4 const* shared;
+    int32_t topK;
+    int32_t permutedRows;
+};
+
+struct ConsumeArgs {
+    Chunk chunk;
+    uint4 const* x;      // local boundaries only
+    int32_t xRowStride;  // of x, in fragments
+    uint4 const* residual;
+    float const* post;
+    float const* comb;
+    float const* pre;
+    uint4 const* gamma;
+    float eps;
+    uint4* residualOut;  // or the sum of an all-reduce
+    uint4* layerInput;
+    uint2* quantised;  // nullptr: no MXFP8
+    uint8_t* scales;
+    int32_t publishedByProducer;
+    int32_t preload;  // 1: the kernel before this one has waited for everything earlier, so inputs may be read at once
+};
+
+struct ConsumeShape {
+    Consumer consumer;
+    int hidden;
+    int tp;  // 1: from args.x, no mailbox
+};
+
+enum class Launch { kPlain, kOverlapped };  // kOverlapped: programmatic dependent launch
+
+// "Not arrived" everywhere; `bytes` is a multiple of 16.
+cudaError_t launchFill(void* memory, size_t bytes, cudaStream_t stream);
+cudaError_t launchPublish(Mailbox const& box, uint4 const* x, Chunk const& chunk, Launch how, cudaStream_t stream);
+cudaError_t launchFinalizePublish(
+    Mailbox const& box, FinalizeInput const& input, Chunk const& chunk, Launch how, cudaStream_t stream);
+// FinalizeInput reduced on this rank alone, for local boundaries: row r goes to out + r * rowStride (in fragments).
+cudaError_t launchFinalizeLocal(
+    FinalizeInput const& input, uint4* out, int rowStride, int rows, int hidden, cudaStream_t stream);
+cudaError_t launchGate(Mailbox const& box, Chunk const& chunk, cudaStream_t stream);
+cudaError_t launchConsume(
+    ConsumeShape const& shape, Mailbox const& box, ConsumeArgs const& args, Launch how, cudaStream_t stream);
+
+bool hiddenSizeSupported(int hidden);
+
+// Loads every kernel onto the current device. A kernel that is loaded on first use can stall behind one that spins.
+cudaError_t loadAllKernels();
+
+}  // namespace mhc
