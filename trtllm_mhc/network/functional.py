@@ -244,18 +244,16 @@ def mhc_coefficients(
         raise ValueError(f"mhc_coefficients: base: expected [hc * (hc + 2)] values, got shape {base.shape}")
     if sinkhorn_iters < 1:
         raise ValueError(f"mhc_coefficients: sinkhorn_iters: expected 1 or more, got {sinkhorn_iters}")
-    if len(streams.shape) == 2:
-        ops.check(streams, "mhc_coefficients: streams", trt.bfloat16, (None, None))
-        features = streams.shape[1]
-        wide = cast(network, streams, trt.float32)
-    else:
-        ops.check(streams, "mhc_coefficients: streams", trt.bfloat16, (None, hc, None))
-        features = hc * streams.shape[2]
-        wide = ops.reshape(network, cast(network, streams, trt.float32), (0, features))
+    broadcast = len(streams.shape) == 2
+    ops.check(streams, "mhc_coefficients: streams", trt.bfloat16, (None, None) if broadcast else (None, hc, None))
+    features = streams.shape[1] if broadcast else hc * streams.shape[2]
     ops.check_array(fn, "mhc_coefficients: fn", np.float32, (rows, features))
     ops.check_array(scale, "mhc_coefficients: scale", np.float32, (3,))
     ops.check_array(base, "mhc_coefficients: base", np.float32, (rows,))
 
+    wide = cast(network, streams, trt.float32)
+    if not broadcast:
+        wide = ops.reshape(network, wide, (0, features))
     mixes = ops.mul(network, linear(network, wide, fn), inverse_rms(network, wide, rms_norm_eps))
     mixes = ops.mul(network, mixes, constant(network, np.repeat(scale, (hc, hc, hc * hc))[None]))
     mixes = ops.add(network, mixes, constant(network, base[None]))

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorrt as trt
 
+from trtllm_mhc.network.layers import tensor_shape
+
 Array = npt.NDArray[Any]
 
 TRT_DTYPES = {
@@ -106,9 +108,13 @@ def check(x: trt.ITensor, what: str, dtype: trt.DataType | None, shape: tuple[in
     """Compares a tensor with its expected dtype (None: any) and shape (None: any size; only the first dynamic)."""
     if dtype is not None and x.dtype != dtype:
         raise TypeError(f"{what}: expected {dtype}, got {x.dtype}")
-    got = tuple(x.shape)
-    known = len(got) == len(shape) and all(size >= 0 for size in got[1:])
-    if not known or any(want is not None and want != size for want, size in zip(shape, got, strict=True)):
+    got = tensor_shape(x)
+    known = got is not None and len(got) == len(shape) and all(size >= 0 for size in got[1:])
+    if (
+        got is None
+        or not known
+        or any(want is not None and want != size for want, size in zip(shape, got, strict=True))
+    ):
         expected = ", ".join("any" if want is None else str(want) for want in shape)
         raise ValueError(f"{what}: expected shape [{expected}] with at most the first dimension dynamic, got {got}")
 
