@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import tensorrt as trt
 
+from trtllm_mhc.network import plugins
 from trtllm_mhc.network.collectives import read_collective
 from trtllm_mhc.network.layers import layer_type
 from trtllm_mhc.reference import float64, operations
 from trtllm_mhc.reference._arrays import AnyArray
 
 from .rules import Operation
-
-PLUGIN_NAMESPACE = "trtllm_mhc"
 
 # Where a rank stands in its group differs by rank; everything else of a plugin must agree over the group.
 _PER_RANK_FIELDS = ("rank", "group")
@@ -78,14 +77,14 @@ def read(op: Operation, rank: int, ranks: int) -> Collective:
         index = -1
     else:
         kind = _plugin_kind(op)
-        fields = _read_fields(layer)
+        fields = plugins.read_fields(layer)
         tp_size = int(fields["tp_size"])
-        group = tuple(int(member) for member in fields.get("group", ())) or tuple(range(tp_size))
+        group = tuple(fields["group"]) or tuple(range(tp_size))
         if len(group) != tp_size:
             raise ValueError(f"layer {layer.name!r}: expected a group of tp_size {tp_size} ranks, got {list(group)}")
         attributes = {name: value for name, value in fields.items() if name not in _PER_RANK_FIELDS}
         collective = Collective(kind, group, attributes, shapes)
-        index = int(fields.get("rank", -1))
+        index = int(fields["rank"])
     members = collective.group
     if rank not in members or max(members) >= ranks or len(set(members)) != len(members):
         raise ValueError(
@@ -102,13 +101,13 @@ def read(op: Operation, rank: int, ranks: int) -> Collective:
 
 def combine(collective: Collective, members: Sequence[Operation]) -> list[tuple[AnyArray, ...]]:
     """The outputs of the layer on each rank, from the operations of all ranks in the group's order."""
-    if collective.kind == "MhcBoundary":
+    if collective.kind == plugins.BOUNDARY:
         return _boundary(collective, members)
     xs = [op.value(0) for op in members]
     exact = members[0].arithmetic.exact
     if exact:
         total = _sum(xs, np.dtype(np.float64))
-    elif collective.kind == "MhcAllReduce":
+    elif collective.kind == plugins.ALL_REDUCE:
         total = operations.all_reduce(xs)
     else:
         total = _sum([op.operand(0) for op in members], np.dtype(np.float32))
@@ -124,11 +123,11 @@ def _sum(xs: Sequence[AnyArray], dtype: np.dtype[Any]) -> AnyArray:
 
 def _boundary(collective: Collective, members: Sequence[Operation]) -> list[tuple[AnyArray, ...]]:
     fields = collective.attributes
-    if fields.get("quantize", 0):
+    if fields["quantize"]:
         raise members[0].unsupported("quantize=1")
     reference: Any = float64 if members[0].arithmetic.exact else operations
     inputs = [[op.value(i) for i in range(len(op.inputs))] for op in members]
-    if fields.get("top_k", 0):
+    if fields["top_k"]:
         xs = [reference.finalize(*values[:4]) for values in inputs]
         inputs = [values[3:] for values in inputs]
     else:
@@ -136,23 +135,15 @@ def _boundary(collective: Collective, members: Sequence[Operation]) -> list[tupl
     results: list[tuple[AnyArray, ...]] = []
     for values in inputs:
         _, residual, post, comb, *collapse = values
-        norm = (*collapse, float(fields["norm_eps"])) if fields.get("collapse", 1) else ()
+        norm = (*collapse, float(fields["norm_eps"])) if fields["collapse"] else ()
         streams, layer_input = reference.boundary(xs, residual, post, comb, *norm)
         results.append((streams,) if layer_input is None else (streams, layer_input))
     return results
 
 
 def _plugin_kind(op: Operation) -> str:
+    for name in (plugins.BOUNDARY, plugins.ALL_REDUCE):
+        if plugins.is_plugin_layer(op.layer, name):
+            return name
     core = op.layer.plugin.get_capability_interface(trt.PluginCapabilityType.CORE)
-    name, namespace = core.plugin_name, core.plugin_namespace
-    if namespace != PLUGIN_NAMESPACE or name not in ("MhcBoundary", "MhcAllReduce"):
-        raise op.unsupported(f"plugin {namespace}::{name}")
-    return str(name)
-
-
-def _read_fields(layer: Any) -> Mapping[str, Any]:
-    # Imported here: it loads the plugin library, which networks without our plugins do not need.
-    from trtllm_mhc.network import plugins
-
-    fields: Mapping[str, Any] = plugins.read_fields(layer)
-    return fields
+    raise op.unsupported(f"plugin {core.plugin_namespace}::{core.plugin_name} version {core.plugin_version}")

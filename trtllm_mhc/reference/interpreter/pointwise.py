@@ -108,7 +108,8 @@ def _softplus(x: AnyArray, alpha: float, beta: float) -> AnyArray:
 
 def _gelu_tanh(x: AnyArray) -> AnyArray:
     inner: AnyArray = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
-    return 0.5 * x * (1 + np.tanh(inner))
+    result: AnyArray = 0.5 * x * (1 + np.tanh(inner))
+    return result
 
 
 # Functions of x, alpha and beta.
