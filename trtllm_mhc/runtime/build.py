@@ -233,6 +233,25 @@ def build_engine(
     return Plan(data, time.perf_counter() - begin)
 
 
+def why_no_engines() -> str | None:
+    """None where engines can be built and loaded, found out by doing so with a tiny one; else the reason."""
+
+    def populate(network: trt.INetworkDefinition) -> None:
+        x = network.add_input("x", trt.bfloat16, (16, 16))
+        network.mark_output(network.add_elementwise(x, x, trt.ElementWiseOperation.SUM).get_output(0))
+
+    recorder = ErrorRecorder()
+    try:
+        plan = build_engine(populate)
+        runtime = trt.Runtime(logger())
+        runtime.error_recorder = recorder
+        if runtime.deserialize_cuda_engine(plan.data) is None:
+            return explain("a test engine cannot be deserialised", recorder)
+    except (EngineError, cuda.CudaError) as error:
+        return str(error)
+    return None
+
+
 def profile_shapes(
     network: trt.INetworkDefinition, rows: RowRange | None, given: Mapping[str, tuple[Shape, Shape, Shape]]
 ) -> dict[str, tuple[Shape, Shape, Shape]]:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands and their options. Each command's work is in a module of its own, imported when it runs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="trtllm-mhc",
+    help="The fused all-reduce and mHC boundary of DeepSeek V4.1 for TensorRT.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+class SublayerKind(StrEnum):
+    """What stands between the boundaries of the demo's network."""
+
+    matmul = "matmul"
+    none = "none"
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has of what is needed, and what is missing.
+
+    Exit code 0: engines can be built and run here. 3: something is missing for that (named in the table), what is there
+    works. 1: something is broken.
+    """
+    from trtllm_mhc.cli.doctor import run
+
+    raise typer.Exit(run(Console()))
+
+
+@app.command()
+def demo(
+    tp: Annotated[int, typer.Option(help="Ranks: 1, 2, 4 or 8. They share GPUs where there are fewer.")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers; two boundaries each.")] = 40,
+    rows: Annotated[int, typer.Option(min=1, help="Tokens of a step (M).")] = 8,
+    inputs: Annotated[int, typer.Option(min=2, help="Generated inputs to compare over.")] = 16,
+    sublayers: Annotated[
+        SublayerKind, typer.Option(help="Stand-ins for attention and MoE: real matrices, or elementwise layers only.")
+    ] = SublayerKind.matmul,
+    seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the record of the run here.", dir_okay=False)
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(envvar="GIT_COMMIT", help="Commit to note in the record; default: git's.")
+    ] = None,
+) -> None:
+    """Build DeepSeek V4.1's boundary network, fuse its boundaries, run both forms and compare them.
+
+    With a GPU and a TensorRT that can build: engines for every rank, run in lockstep. Otherwise: both networks
+    evaluated by the numpy interpreter. Exit code 0 when every comparison holds, 1 when one does not.
+    """
+    from trtllm_mhc.cli.demo import DemoOptions, run
+
+    options = DemoOptions(
+        tp=tp, layers=layers, rows=rows, inputs=inputs, sublayers=sublayers.value, seed=seed, commit=commit
+    )
+    raise typer.Exit(run(options, json_path, Console()))

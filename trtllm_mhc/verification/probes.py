@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making a fused network show what goes into and comes out of each of its boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+import tensorrt as trt
+
+from trtllm_mhc.network import plugins
+from trtllm_mhc.network.layers import constant_array, layer_type
+
+Array = npt.NDArray[Any]
+
+_INPUT_ROLES = ("x", "residual", "post", "comb", "pre", "gamma")
+_OUTPUT_ROLES = ("residual_out", "layer_input")
+
+
+@dataclass(frozen=True)
+class BoundaryProbe:
+    """One `MhcBoundary` layer whose tensors can be read.
+
+    Attributes:
+        index: position among the network's boundaries, in network order.
+        layer: the layer's name.
+        norm_eps: epsilon of the norm; None for a residual-only boundary.
+        tensors: role ("x", "residual", "post", "comb", "pre", "gamma", "residual_out", "layer_input") to the name of
+            the network output or input that holds it.
+        constants: role to value, for inputs that are constants.
+    """
+
+    index: int
+    layer: str
+    norm_eps: float | None
+    tensors: dict[str, str] = field(repr=False)
+    constants: dict[str, Array] = field(repr=False)
+
+    @property
+    def residual_only(self) -> bool:
+        """Whether the boundary ends with the streams."""
+        return self.norm_eps is None
+
+    def read(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """Role to array, from one rank's inputs and outputs by name."""
+        return self.constants | {role: values[name] for role, name in self.tensors.items()}
+
+
+def probe_boundaries(network: trt.INetworkDefinition) -> list[BoundaryProbe]:
+    """Marks inputs and outputs of every plain `MhcBoundary` as outputs of `network`; constants and inputs are left.
+
+    Raises:
+        ValueError: a boundary takes a published or unfinalized contribution, which no tensor holds.
+    """
+    layers = [network.get_layer(index) for index in range(network.num_layers)]
+    producers = {layer.get_output(slot).name: layer for layer in layers for slot in range(layer.num_outputs)}
+    probes: list[BoundaryProbe] = []
+    for layer in layers:
+        if not plugins.is_plugin_layer(layer, plugins.BOUNDARY):
+            continue
+        fields = plugins.read_fields(layer)
+        if fields.get("top_k") or fields.get("published"):
+            raise ValueError(f"{layer.name}: only boundaries with a plain input can be probed")
+        tensors: dict[str, str] = {}
+        constants: dict[str, Array] = {}
+        for role, slot in zip(_INPUT_ROLES, range(layer.num_inputs), strict=False):
+            tensor = layer.get_input(slot)
+            producer = producers.get(tensor.name)
+            if producer is not None and layer_type(producer) == trt.LayerType.CONSTANT:
+                constants[role] = constant_array(producer)
+                continue
+            _expose(network, tensor)
+            tensors[role] = tensor.name
+        for role, slot in zip(_OUTPUT_ROLES, range(layer.num_outputs), strict=False):
+            _expose(network, layer.get_output(slot))
+            tensors[role] = layer.get_output(slot).name
+        eps = fields["norm_eps"] if fields.get("collapse", 1) else None
+        probes.append(BoundaryProbe(len(probes), layer.name, eps, tensors, constants))
+    return probes
+
+
+def _expose(network: trt.INetworkDefinition, tensor: trt.ITensor) -> None:
+    if not tensor.is_network_input and not tensor.is_network_output:
+        network.mark_output(tensor)
