@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,12 +66,12 @@ def builder(trt: ModuleType) -> Any:
 
 
 @pytest.fixture
-def network(trt: ModuleType, builder: Any) -> Iterator[Any]:
+def network(trt: ModuleType, builder: Any) -> Any:
     """A fresh, strongly typed network definition."""
     flags = 0  # TensorRT 11 knows no other networks
     if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
         flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
-    yield builder.create_network(flags)
+    return builder.create_network(flags)
 
 
 _loggers: dict[str, Any] = {}

@@ -25,22 +25,22 @@ def library_path() -> Path:
     Raises:
         FileNotFoundError: the package is used from a source tree in which the library has not been built.
     """
-    # An editable installation has two folders, the sources and the built files.
-    for folder in trtllm_mhc.__path__:
+    # An editable installation has two folders, the sources and the installed files. `make build` writes to both, a
+    # build by hand to the sources only.
+    folders = list(dict.fromkeys([os.path.dirname(trtllm_mhc.__file__), *trtllm_mhc.__path__]))
+    for folder in folders:
         path = Path(folder, LIBRARY_NAME)
         if path.is_file():
             return path.resolve()
-    raise FileNotFoundError(
-        f"{LIBRARY_NAME} is in none of {list(trtllm_mhc.__path__)}; build it with `make build`, or `pip install .`"
-    )
+    raise FileNotFoundError(f"{LIBRARY_NAME} is in none of {folders}; build it with `make build`, or `pip install .`")
 
 
 def load() -> ctypes.CDLL:
     """Load the plugin library once per process and make its creators known to TensorRT.
 
-    Works before or after `import tensorrt`, and any number of times from any thread. A copy that something else has loaded
-    already (LD_PRELOAD, `load_library`, Polygraphy's --plugins) is used as it is, because communicators and plugins must
-    live in the same copy.
+    Works before or after `import tensorrt`, and any number of times from any thread. A copy that something else has
+    loaded already (LD_PRELOAD, `load_library`, Polygraphy's --plugins) is used as it is, because communicators and
+    plugins must live in the same copy.
 
     Raises:
         FileNotFoundError: see `library_path`.
@@ -57,7 +57,8 @@ def load() -> ctypes.CDLL:
             version = library.mhcVersion().decode()
             if version != trtllm_mhc.__version__:
                 raise RuntimeError(
-                    f"expected plugin library version {trtllm_mhc.__version__}, as this package, got {version} in {path}"
+                    f"expected the plugin library in version {trtllm_mhc.__version__}, like this package, "
+                    f"got {version} in {path}"
                 )
             library.mhcRegisterPlugins.restype = ctypes.c_int
             _library = library

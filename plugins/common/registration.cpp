@@ -74,9 +74,10 @@ public:
     bool contains(void* registry) const noexcept { return find(registry) != size_; }
     void insert(void* registry, bool addedHere) noexcept {
         size_t const at = find(registry);
-        if (at < entries_.size()) {
-            entries_[at] = {registry, addedHere};
-            size_ = at == size_ ? size_ + 1 : size_;
+        if (at < size_) {
+            entries_[at].addedHere |= addedHere;
+        } else if (size_ < entries_.size()) {
+            entries_[size_++] = {registry, addedHere};
         }
     }
     // Forgets the registry; true if this library had added the creators.
