@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rewrite pass: boundaries written as native layers become `MhcBoundary` plugin layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trtllm_mhc.network import layers, plugins
+from trtllm_mhc.network.ops import cast, constant
+from trtllm_mhc.rewrite.graph import Graph, Op, Value
+from trtllm_mhc.rewrite.legality import FuseOptions, Plan, lead_source, plan_boundaries
+from trtllm_mhc.rewrite.match import find_boundaries
+from trtllm_mhc.rewrite.report import BoundaryEntry, Report
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    old: Value
+    new: Any
+
+
+def fuse_boundaries(network: Any, options: FuseOptions | None = None) -> Report:
+    """Replace the boundaries of ``network`` by fused plugin layers, and report on each.
+
+    A boundary is an all-reduce of a sublayer's partial output (``MhcAllReduce``, TensorRT's ``DIST_COLLECTIVE`` or
+    TensorRT-LLM's ``AllReduce`` plugin) whose result is mixed into residual streams (mHC post), and usually the
+    collapse of the streams with carried weights and the RMSNorm after it (delayed mHC pre). They are recognised by
+    what they compute, whatever layers they are written with and whatever these are called.
+
+    All replacements are checked before the first is made. A boundary that is refused stays as it is. The replaced
+    layers stay in the definition, where nothing uses them, and TensorRT drops them when it builds. Tensors of the same
+    name and format take the place of replaced network outputs. Running the pass again changes nothing.
+
+    Args:
+        network: a strongly typed ``INetworkDefinition`` with its outputs marked.
+        options: what the network does not say itself.
+
+    Raises:
+        ValueError: the network has no outputs.
+        RuntimeError: TensorRT refused a layer that should have been legal; the network computes what it did before.
+    """
+    options = options or FuseOptions()
+    graph = Graph(network)
+    boundaries, others = find_boundaries(graph)
+    plans = plan_boundaries(graph, boundaries, others, options)
+    names = _names(graph, len(plans))
+    fused = [(name, plan) for name, plan in zip(names, plans, strict=True) if plan.status != "refused"]
+    _rewire(graph, _add_layers(network, fused))
+    return Report(
+        found=tuple(_entry(name, plan) for name, plan in zip(names, plans, strict=True)),
+        other_all_reduces=tuple(each.node.name for each in others),
+        already_fused=sum(
+            node.live and node.op is Op.PLUGIN_V3 and plugins.is_plugin_layer(node.layer, plugins.BOUNDARY)
+            for node in graph.nodes
+        ),
+    )
+
+
+def _names(graph: Graph, count: int) -> list[str]:
+    """Names for the boundaries in order, not taken by layers of the network."""
+    taken = {node.name for node in graph.nodes}
+    numbers = (f"mhc_boundary_{k}" for k in range(count + len(taken)))
+    free = (name for name in numbers if name not in taken)
+    return [next(free) for _ in range(count)]
+
+
+def _add_layers(network: Any, fused: list[tuple[str, Plan]]) -> list[_Replacement]:
+    """Add the plugin layers beside the old ones; nothing reads them yet."""
+    replacements: list[_Replacement] = []
+    new: dict[Value, Any] = {}
+    for name, plan in fused:
+        boundary, post = plan.boundary, plan.boundary.post
+        hidden, hc = post.streams.shape[-1], post.hc
+        adapter = _Adapter(network, name, new)
+        residual_out, layer_input = plugins.add_boundary(
+            network,
+            adapter.flat(boundary.all_reduce.partial, "x", (hidden,)),
+            adapter.flat(post.residual, "residual", (hc, hidden)),
+            adapter.flat(post.post, "post", (hc,)),
+            adapter.flat(post.comb, "comb", (hc, hc), transpose=post.comb_transposed),
+            None if plan.collapse is None else adapter.flat(plan.collapse.pre, "pre", (hc,)),
+            None if plan.norm is None or plan.norm.gamma is None else adapter.vector(plan.norm.gamma, "gamma"),
+            tp_size=plan.tp_size or 0,
+            norm_eps=None if plan.norm is None else plan.norm.eps,
+            rank=plan.rank,
+            group=() if plan.group == tuple(range(plan.tp_size or 0)) else plan.group,
+        )
+        network.get_layer(network.num_layers - 1).name = name
+        wanted = [("residual_out", post.streams, residual_out)]
+        if plan.norm is not None:
+            wanted.append(("layer_input", plan.norm.layer_input, layer_input))
+        for role, old, made in wanted:
+            made.name = f"{name}/{role}"
+            tensor = adapter.restore(made, old, role, lead_source(boundary, old))
+            if tensor.dtype != old.dtype or (layers.tensor_shape(tensor) or ()) != old.shape:
+                got = f"{tensor.dtype} {layers.tensor_shape(tensor)}"
+                raise RuntimeError(f"{name}: {role}: expected {old.dtype} {old.shape} as {old.name!r}, got {got}")
+            new[old] = tensor
+            replacements.append(_Replacement(old, tensor))
+    return replacements
+
+
+class _Adapter:
+    """Reshapes around one plugin layer."""
+
+    def __init__(self, network: Any, name: str, replaced: dict[Value, Any]) -> None:
+        self.network = network
+        self.name = name
+        self.replaced = replaced
+
+    def flat(self, value: Value, role: str, trailing: tuple[int, ...], *, transpose: bool = False) -> Any:
+        """``value`` as [M, *trailing]."""
+        tensor = self._tensor(value)
+        if len(value.shape) == 1 + len(trailing) and value.shape[1:] == trailing and not transpose:
+            return tensor
+        layer = self._shuffle(tensor, role)
+        layer.reshape_dims = (-1, *trailing)
+        if transpose:
+            layer.second_transpose = (0, 2, 1)
+        return layer.get_output(0)
+
+    def vector(self, value: Value, role: str) -> Any:
+        """``value`` as [H]."""
+        tensor = self._tensor(value)
+        if len(value.shape) == 1:
+            return tensor
+        layer = self._shuffle(tensor, role)
+        layer.reshape_dims = (-1,)
+        return layer.get_output(0)
+
+    def restore(self, made: Any, like: Value, role: str, lead: tuple[Value, int] | None) -> Any:
+        """The plugin's output in the shape of the tensor that it replaces."""
+        if layers.tensor_shape(made) == like.shape:
+            return made
+        assert lead is not None
+        layer = self._shuffle(made, f"{role}/shape")
+        if like.shape.count(-1) <= 1:
+            layer.reshape_dims = like.shape
+            return layer.get_output(0)
+        source, count = lead
+        sizes = self.network.add_shape(self._tensor(source)).get_output(0)
+        leading = self.network.add_slice(sizes, (0,), (count,), (1,)).get_output(0)
+        trailing = constant(self.network, np.array(like.shape[count:], np.int32))
+        trailing = cast(self.network, trailing, sizes.dtype)
+        joined = self.network.add_concatenation([leading, trailing])
+        layer.set_input(1, joined.get_output(0))
+        return layer.get_output(0)
+
+    def _tensor(self, value: Value) -> Any:
+        return self.replaced.get(value, value.tensor)
+
+    def _shuffle(self, tensor: Any, role: str) -> Any:
+        layer = self.network.add_shuffle(tensor)
+        layer.name = f"{self.name}/{role}"
+        return layer
+
+
+def _rewire(graph: Graph, replacements: list[_Replacement]) -> None:
+    """Let everything that reads an old tensor read the new one, network outputs included."""
+    for replacement in replacements:
+        for node, slot in replacement.old.consumers:
+            node.layer.set_input(slot, replacement.new)
+            if node.layer.get_input(slot) is not replacement.new:
+                raise RuntimeError(f"TensorRT did not take {replacement.new.name!r} as input {slot} of {node.name!r}")
+    outputs = {r.old.tensor: r.new for r in replacements if r.old.is_output}
+    if outputs:
+        _swap_outputs(graph, outputs)
+
+
+def _swap_outputs(graph: Graph, outputs: dict[Any, Any]) -> None:
+    """Give the new tensors the old ones' names and places among the network's outputs."""
+    network = graph.network
+    tensors = [network.get_output(k) for k in range(network.num_outputs)]
+    first = next(k for k, tensor in enumerate(tensors) if tensor in outputs)
+    for tensor in tensors[first:]:
+        network.unmark_output(tensor)
+    for tensor in tensors[first:]:
+        new = outputs.get(tensor, tensor)
+        if new is not tensor:
+            name, formats = tensor.name, tensor.allowed_formats
+            tensor.name = f"{name}/unfused"
+            new.name = name
+        network.mark_output(new)
+        if new is not tensor:
+            new.allowed_formats = formats
+
+
+def _entry(name: str, plan: Plan) -> BoundaryEntry:
+    boundary, post = plan.boundary, plan.boundary.post
+    norm = plan.norm or boundary.norm
+    return BoundaryEntry(
+        name=name,
+        status=plan.status,
+        all_reduce=boundary.all_reduce.node.name,
+        form=boundary.all_reduce.form,
+        streams=post.streams.name,
+        layer_input=None if norm is None else norm.layer_input.name,
+        hidden=post.streams.shape[-1],
+        hc=post.hc,
+        tp_size=plan.tp_size,
+        reasons=tuple(plan.reasons),
+        notes=tuple(plan.notes),
+        exactness=tuple(plan.exactness),
+    )
