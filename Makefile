@@ -50,7 +50,7 @@ test: venv
 	$(MAKE) --no-print-directory python-test
 
 cpp-test:
-	ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
 
 python-test:
 	scripts/with_tensorrt.sh $(firstword $(TENSORRTS)) $(PY) -m pytest $(TESTS)
