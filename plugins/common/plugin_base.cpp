@@ -140,6 +140,7 @@ int32_t PluginBase::configurePlugin(
             signature_.checkInputType(i, in[i].desc.type);
             signature_.checkInputShape(i, Shape(in[i].desc.dims), extents);
         }
+        signature_.checkProfiles(in);
         for (int32_t i = 0; i < nbOutputs; ++i) {
             signature_.checkOutputShape(i, Shape(out[i].desc.dims), extents);
         }

@@ -154,6 +154,28 @@ void Signature::checkOutputShape(int32_t index, Shape const& shape, Extents& ext
     checkShape(tensorName("output", static_cast<size_t>(index), spec), spec, shape, extents, topK);
 }
 
+void Signature::checkProfiles(nvinfer1::DynamicPluginTensorDesc const* descs) const {
+    int64_t low = 0;
+    int64_t high = kMaxRows;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        if (inputs[i].shape.front() != Axis::kRows || descs[i].min.nbDims < 1 || descs[i].max.nbDims < 1) {
+            continue;
+        }
+        int64_t const own[] = {descs[i].min.d[0], descs[i].max.d[0]};
+        if (own[0] < 0 || own[1] < 0) {
+            continue;
+        }
+        if (own[0] > high || own[1] < low) {
+            throw PluginError(
+                tensorName("input", i, inputs[i]) + ": expected a profile that allows some M from " +
+                std::to_string(low) + " to " + std::to_string(high) + ", as the inputs before it, got " +
+                std::to_string(own[0]) + " to " + std::to_string(own[1]));
+        }
+        low = std::max(low, own[0]);
+        high = std::min(high, own[1]);
+    }
+}
+
 void Signature::requireKnown(Extents const& extents) {
     if (extents.rows < 0 || extents.rows > kMaxRows || extents.permutedRows > kMaxRows) {
         throw PluginError(

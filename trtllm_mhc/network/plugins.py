@@ -8,7 +8,6 @@ first, and what a plugin says all the same is raised as :class:`~trtllm_mhc.plug
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -269,6 +268,8 @@ def read_fields(layer: trt.ILayer) -> dict[str, Any]:
     build = downcast(layer).plugin.get_capability_interface(trt.PluginCapabilityType.BUILD)
     fields: dict[str, Any] = _DEFAULTS[name] | json.loads(build.metadata_string)
     fields["group"] = tuple(fields["group"])
+    if fields.get("norm_eps") is not None:
+        fields["norm_eps"] = float(np.float32(fields["norm_eps"]))
     return fields
 
 
@@ -285,11 +286,12 @@ def _group_attributes(what: str, tp_size: int, rank: int, group: Sequence[int]) 
 
 
 def _norm_eps(value: float | None) -> float:
-    expected = f"{BOUNDARY}: norm_eps: expected a finite number of 0 or more that float32 can hold, got {value}"
-    if value is None or not math.isfinite(value) or value < 0 or value > np.finfo(np.float32).max:
-        raise ValueError(expected)
-    if value > 0 and np.float32(value) == 0:
-        raise ValueError(expected)
+    representable = value is not None and 0 <= value <= float(np.finfo(np.float32).max)
+    # An epsilon that vanishes in float32 turns a row of zeros into NaN.
+    if value is None or not representable or (value > 0 and np.float32(value) == 0):
+        raise ValueError(
+            f"{BOUNDARY}: norm_eps: expected a finite number of 0 or more that float32 can hold, got {value}"
+        )
     return float(value)
 
 
