@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A shared library that is linked to libnvinfer (its path is TENSORRT) and knows nothing of our plugins, like an inference
-// server's backend. It has a plugin entry point of its own, which must go on answering it while ours is in the global scope.
+// A shared library that is linked to libnvinfer (its path is TENSORRT) and knows nothing of our plugins, like an
+// inference server's backend. It has a plugin entry point of its own, which must go on answering it while ours is in
+// the global scope.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -34,7 +35,8 @@ EXPORT int findCreators() {
     return count == 0 && hasCreators(getPluginRegistry());
 }
 
-// Through the runtime alone: the registry is taken from libnvinfer itself, past anything that could register at that moment.
+// Through the runtime alone: the registry is taken from libnvinfer itself, past anything that could register at that
+// moment.
 EXPORT int findCreatorsAfterRuntime() {
     createInferRuntime_INTERNAL(nullptr, getInferLibVersion());
     void* const tensorRt = dlopen(TENSORRT, RTLD_NOW | RTLD_NOLOAD);
