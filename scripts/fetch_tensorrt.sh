@@ -88,7 +88,7 @@ fi
 
 if ! present lib "$artifact"; then
     echo "Fetching the libraries of TensorRT $version (0.5 to 1 GB)"
-    mvn --batch-mode --quiet org.apache.maven.plugins:maven-dependency-plugin:3.6.1:copy \
+    mvn --batch-mode --quiet -Dstyle.color=never org.apache.maven.plugins:maven-dependency-plugin:3.6.1:copy \
         -Dartifact="org.bytedeco:tensorrt:$artifact:jar:linux-x86_64-redist" -DoutputDirectory="$PWD/${work#"$PWD"/}" \
         || die "Maven could not download org.bytedeco:tensorrt:$artifact"
     extract "$work"/tensorrt-*.jar org/bytedeco/tensorrt/linux-x86_64/lib "$work/lib" flat
