@@ -80,11 +80,10 @@ void CommunicatorBinding::tryBind(GroupAttributes const& attributes) {
     mhcComm_t comm = nullptr;
     int32_t lane = 0;
     int32_t const groupSize = static_cast<int32_t>(attributes.group.size());
-    mhcStatus const found = mhcCommFind(attributes.tpSize, attributes.group.data(), groupSize, &comm, &lane);
-    if (found == MHC_NOT_BOUND) {
+    // Whatever the reason, the next enqueue tries again and then says it.
+    if (mhcCommFind(attributes.tpSize, attributes.group.data(), groupSize, &comm, &lane) != MHC_SUCCESS) {
         return;
     }
-    checkStatus("mhcCommFind", found);
     info_.struct_size = sizeof(info_);
     checkStatus("mhcCommGetInfo", mhcCommGetInfo(comm, &info_));
     checkStatus("mhcCommRetain", mhcCommRetain(comm));
@@ -93,19 +92,12 @@ void CommunicatorBinding::tryBind(GroupAttributes const& attributes) {
 }
 
 void CommunicatorBinding::require(GroupAttributes const& attributes, int64_t hidden) const {
-    std::string const size = "tp_size " + std::to_string(attributes.tpSize);
     if (comm_ == nullptr) {
         throw PluginError(
-            "no communicator for " + size + ", world ranks " + attributes.groupText() +
-            " on the current device. Create one on every rank (trtllm_mhc.runtime.Communicator) and either "
-            "make it current while the execution context is created (with communicator.bound(): ...) or "
-            "have exactly one on this device. To run this rank alone on purpose, for warm-up, use "
-            "trtllm_mhc.plugin_control.warmup(). mhc says: " +
-            mhcLastError());
-    }
-    if (info_.tp_size != attributes.tpSize) {
-        throw PluginError(
-            "expected a communicator of " + size + ", got one of tp_size " + std::to_string(info_.tp_size));
+            "no communicator for world ranks " + attributes.groupText() + " (" + mhcLastError() +
+            "). Create one on every rank (trtllm_mhc.runtime.Communicator), and make it current while the execution "
+            "context is created (with communicator.bound(): ...) or have only one on this device. To run this rank "
+            "alone on purpose, for warm-up: trtllm_mhc.plugin_control.warmup()");
     }
     if (attributes.rank >= 0 && info_.rank != attributes.rank) {
         throw PluginError(

@@ -239,28 +239,25 @@ PluginFieldCollection const* FieldList::collection() {
     return &collection_;
 }
 
-std::string FieldList::json() const {
+std::string FieldList::text() const {
     std::ostringstream text;
     text.precision(std::numeric_limits<float>::max_digits10);
-    char const* separator = "{";
     for (size_t index = 0; index < fields_.size(); ++index) {
         PluginField const& field = fields_[index];
-        text << separator << '"' << field.name << "\": ";
-        separator = ", ";
+        text << (index == 0 ? "" : " ") << field.name << '=';
         if (field.type == PluginFieldType::kCHAR) {
-            text << '"' << std::string(static_cast<char const*>(field.data), static_cast<size_t>(field.length)) << '"';
+            text.write(static_cast<char const*>(field.data), field.length);
         } else if (field.type == PluginFieldType::kFLOAT32) {
             text << *static_cast<float const*>(field.data);
         } else {
             auto const* values = static_cast<int32_t const*>(field.data);
             text << (isList_[index] ? "[" : "");
             for (int32_t i = 0; i < field.length; ++i) {
-                text << (i == 0 ? "" : ", ") << values[i];
+                text << (i == 0 ? "" : ",") << values[i];
             }
             text << (isList_[index] ? "]" : "");
         }
     }
-    text << "}";
     return text.str();
 }
 

@@ -54,8 +54,9 @@ public:
     void add(char const* name, std::string const& value);
     void declare(FieldSpec const& spec);
     nvinfer1::PluginFieldCollection const* collection();
-    // One JSON object of all values, floats with every digit that float32 needs.
-    std::string json() const;
+    // "name=value name=[value,value]" of all fields, floats with every digit that float32 needs. Free of quotes, since
+    // nothing says that the engine inspector escapes them.
+    std::string text() const;
 
 private:
     std::vector<nvinfer1::PluginField> fields_;

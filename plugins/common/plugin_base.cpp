@@ -193,7 +193,7 @@ nvinfer1::PluginFieldCollection const* PluginBase::getFieldsToSerialize() noexce
 }
 
 char const* PluginBase::getMetadataString() noexcept {
-    bool const ok = getFieldsToSerialize() != nullptr && guarded(name_, [&] { metadata_ = fields_.json(); });
+    bool const ok = getFieldsToSerialize() != nullptr && guarded(name_, [&] { metadata_ = fields_.text(); });
     return ok ? metadata_.c_str() : nullptr;
 }
 

@@ -60,7 +60,7 @@ public:
         nvinfer1::DynamicPluginTensorDesc const* in, int32_t nbInputs, nvinfer1::DynamicPluginTensorDesc const* out,
         int32_t nbOutputs) noexcept final;
     char const* getTimingCacheID() noexcept final { return timingCacheId_.c_str(); }
-    // All attributes as JSON: the engine inspector shows it, and Python can read a layer's attributes in no other way.
+    // All attributes: the engine inspector shows them, and Python can read those of a layer in no other way.
     char const* getMetadataString() noexcept final;
 
     int32_t onShapeChange(

@@ -7,7 +7,6 @@ first, and what a plugin says all the same is raised as :class:`~trtllm_mhc.plug
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -266,11 +265,18 @@ def read_fields(layer: trt.ILayer) -> dict[str, Any]:
     if name is None:
         raise ValueError(f"{layer.name}: expected a layer of {' or '.join(_DEFAULTS)}, got {layer.type}")
     build = downcast(layer).plugin.get_capability_interface(trt.PluginCapabilityType.BUILD)
-    fields: dict[str, Any] = _DEFAULTS[name] | json.loads(build.metadata_string)
-    fields["group"] = tuple(fields["group"])
-    if fields.get("norm_eps") is not None:
-        fields["norm_eps"] = float(np.float32(fields["norm_eps"]))
-    return fields
+    written = (field.partition("=") for field in build.metadata_string.split(" "))
+    return _DEFAULTS[name] | {key: _field_value(key, text) for key, _, text in written}
+
+
+def _field_value(key: str, text: str) -> Any:
+    if key == "norm_eps":
+        return float(np.float32(text))
+    if key == "strategy":
+        return text
+    if text.startswith("["):
+        return tuple(int(each) for each in text.strip("[]").split(","))
+    return int(text)
 
 
 def _group_attributes(what: str, tp_size: int, rank: int, group: Sequence[int]) -> dict[str, Any]:
