@@ -42,8 +42,8 @@ if(NOT CMAKE_CUDA_COMPILER)
       message(FATAL_ERROR
         "No CUDA compiler: looked for nvcc ${MHC_OLDEST_NVCC} or newer in CUDACXX, CUDA_HOME, PATH, /usr/local/cuda and the "
         "packages of ${Python_EXECUTABLE}. Install a CUDA toolkit, or run\n"
-        "  ${Python_EXECUTABLE} -m pip install nvidia-cuda-nvcc==13.0.* nvidia-cuda-crt==13.0.* "
-        "nvidia-cuda-runtime==13.0.* nvidia-cuda-cccl==13.0.* nvidia-nvvm==13.0.*")
+        "  ${Python_EXECUTABLE} -m pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' "
+        "'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*' 'nvidia-nvvm==13.0.*'")
     endif()
     set(CMAKE_CUDA_COMPILER "${MHC_WHEEL_NVCC}")
   endif()

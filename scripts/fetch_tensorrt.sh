@@ -80,7 +80,8 @@ install() {
 present() { [ "$(cat "$dest/.$1" 2>/dev/null)" = "$2" ]; }
 
 if ! present include "$headers"; then
-    extract "$(download "$headers")" kernel_lens/include/tensorrt/ "$work/include" flat
+    wheel=$(download "$headers")
+    extract "$wheel" kernel_lens/include/tensorrt/ "$work/include" flat
     rm -rf "$work/wheels"
     install include "$headers"
 fi
@@ -104,7 +105,8 @@ fi
 
 python_tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
 if ! present python "$bindings $python_tag"; then
-    extract "$(download "$bindings")" tensorrt_bindings/ "$work/python"
+    wheel=$(download "$bindings")
+    extract "$wheel" tensorrt_bindings/ "$work/python"
     # NVIDIA's own `tensorrt` package would pull in its library wheels; this one only gives the bindings their usual name.
     mkdir "$work/python/tensorrt"
     cat >"$work/python/tensorrt/__init__.py" <<'PY'
