@@ -6,6 +6,7 @@ any intermediate rounding; `compare` says what counts as equal.
 """
 
 from . import float64
+from .coefficients import Coefficients, broadcast_projection, coefficients, coefficients_float64
 from .compare import (
     ErrorRatio,
     agreement_factor,
@@ -14,11 +15,14 @@ from .compare import (
     collapse_magnitude,
     error_ratio,
     mean_square_error,
+    norm_interval,
+    norms_agree,
     stream_magnitude,
     sums_agree,
     ulp_distance,
 )
 from .floats import fma, round_bf16, rsqrt, widen
+from .mxfp8 import dequantize, quantize, scale_bytes, swizzle_scales, unswizzle_scales
 from .operations import (
     all_reduce,
     aux_mean,
@@ -33,6 +37,7 @@ from .operations import (
 )
 
 __all__ = [
+    "Coefficients",
     "ErrorRatio",
     "agreement_factor",
     "all_reduce",
@@ -40,9 +45,13 @@ __all__ = [
     "aux_mean",
     "bits_equal",
     "boundary",
+    "broadcast_projection",
     "clear_negative_zero",
+    "coefficients",
+    "coefficients_float64",
     "collapse",
     "collapse_magnitude",
+    "dequantize",
     "error_ratio",
     "finalize",
     "float64",
@@ -50,12 +59,18 @@ __all__ = [
     "inverse_rms",
     "mean_square_error",
     "mhc_post",
+    "norm_interval",
+    "norms_agree",
+    "quantize",
     "rms_norm",
     "round_bf16",
     "rows_with_bad_index",
     "rsqrt",
+    "scale_bytes",
     "stream_magnitude",
     "sums_agree",
+    "swizzle_scales",
     "ulp_distance",
+    "unswizzle_scales",
     "widen",
 ]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._arrays import BFLOAT16, AnyArray, BFloat16Array, BoolArray, Float64Array, Int64Array, require
+from .floats import round_bf16
 
 FP32_UNIT_ROUNDOFF = 2.0**-24
 NAN_DISTANCE = np.iinfo(np.int64).max
@@ -61,15 +62,15 @@ def ulp_distance(actual: BFloat16Array, expected: BFloat16Array) -> Int64Array:
     return np.where(nan_actual & nan_expected, 0, distance)
 
 
-def agreement_factor(terms: int) -> int:
-    """The k of `sums_agree` for a sum of that many products: 4 * terms.
+def agreement_factor(terms: int) -> float:
+    """The k of `sums_agree` for a sum of n = `terms` products: 4 * n / (1 - n * 2^-24), that is 4 * n.
 
-    Let S be the sum of the products' magnitudes and u = 2^-24. In a sum of n products, added in any order with or without
-    fma, each product passes through at most n roundings: its own and n - 1 additions. So an fp32 result is within
-    n*u*S of the exact one, and two results a and b are within 2*n*u*S of each other (terms of order u^2 aside). After
+    Let S be the sum of the products' magnitudes and u = 2^-24. In a sum of n products, added in any order with or
+    without fma, each product passes through at most n roundings: its own and n - 1 additions. So an fp32 result is
+    within g * S of the exact one, g = n*u / (1 - n*u), and two results a and b are within 2*g*S of each other. After
     rounding to bf16, either R(a) and R(b) are equal or neighbours, which is the rule's first half; or at least one bf16
-    number lies between them. Then a and b enclose the midpoints next to R(a) and R(b), so |a - b| is at least half of the
-    first and of the last gap plus all gaps between, hence |R(a) - R(b)| <= 2 * |a - b| <= 4*n*u*S. Products that
+    number lies between them. Then a and b enclose the midpoints next to R(a) and R(b), so |a - b| is at least half of
+    the first and of the last gap plus all gaps between, hence |R(a) - R(b)| <= 2 * |a - b| <= 4*g*S. Products that
     underflow add at most n * 2^-150, far below the smallest distance of two bf16 numbers, 2^-133.
 
     The post-mix is a sum of hc + 1 = 5 products, so k = 20; the collapse has hc = 4, so k = 16. A sum of n numbers that
@@ -77,7 +78,7 @@ def agreement_factor(terms: int) -> int:
     """
     if terms < 1:
         raise ValueError(f"terms: expected at least 1, got {terms}")
-    return 4 * terms
+    return 4 * _sum_error(terms) / FP32_UNIT_ROUNDOFF
 
 
 def sums_agree(actual: BFloat16Array, expected: BFloat16Array, magnitude: Float64Array, terms: int) -> BoolArray:
@@ -114,6 +115,59 @@ def collapse_magnitude(streams: BFloat16Array, pre: AnyArray) -> Float64Array:
     return total
 
 
+def norm_interval(
+    streams: BFloat16Array, pre: AnyArray, gamma: BFloat16Array, eps: float
+) -> tuple[BFloat16Array, BFloat16Array]:
+    """The lowest and the highest layer input that some order of the sums can give from these very streams.
+
+    A collapsed element lies between the bf16 roundings of its exact value -+ the error of a 4-term sum; that is one
+    value for nearly every element. The mean square lies between those of the smallest and largest such elements, with
+    the relative error of H + 1 roundings. Eight roundings more cover the addition of eps, a reciprocal square root good
+    to 2 ulps or a division by a square root, and the two products; then the result is rounded to bf16.
+
+    streams [M, hc, H] bf16, the bits that this implementation itself produced; pre [M, hc] fp32; gamma [H] bf16.
+    Returns two [M, H] bf16 arrays.
+    """
+    require("streams", streams, (None, None, None), BFLOAT16)
+    hidden = streams.shape[2]
+    require("gamma", gamma, (hidden,), BFLOAT16)
+    with np.errstate(all="ignore"):
+        exact = (streams.astype(np.float64) * pre.astype(np.float64)[:, :, None]).sum(axis=1)
+        radius = _sum_error(streams.shape[1] + 1) * collapse_magnitude(streams, pre)
+        bounds = np.stack([_monotone_bf16(exact - radius), _monotone_bf16(exact + radius)]).astype(np.float64)
+        largest = np.abs(bounds).max(axis=0)
+        smallest = np.where(bounds[0] * bounds[1] <= 0, 0.0, np.abs(bounds).min(axis=0))
+        mean_error = _sum_error(hidden + 1)
+        low_mean = np.square(smallest).mean(axis=1) * (1 - mean_error)
+        high_mean = np.square(largest).mean(axis=1) * (1 + mean_error)
+        wide_eps = np.float64(np.float32(eps))
+        inverses = np.stack([1 / np.sqrt(high_mean + wide_eps), 1 / np.sqrt(low_mean + wide_eps)])
+        slack = 8 * FP32_UNIT_ROUNDOFF
+        inverses *= np.array([[1 - slack], [1 + slack]])
+        corners = bounds[:, None] * inverses[None, :, :, None] * gamma.astype(np.float64)
+        return _monotone_bf16(corners.min(axis=(0, 1))), _monotone_bf16(corners.max(axis=(0, 1)))
+
+
+def norms_agree(
+    actual: BFloat16Array,
+    expected: BFloat16Array,
+    streams: BFloat16Array,
+    pre: AnyArray,
+    gamma: BFloat16Array,
+    eps: float,
+) -> BoolArray:
+    """Which elements of two layer inputs may differ only by the order of their sums.
+
+    True within 1 bf16 ulp, inside `norm_interval`, or where both are NaN. `streams` are those that `actual` was
+    computed from, and `expected` is the reference's `rms_norm(collapse(streams, pre), gamma, eps)` of the same streams:
+    a stream that differs is for `sums_agree` to judge.
+    """
+    low, high = norm_interval(streams, pre, gamma, eps)
+    place = ordered_bf16(actual)
+    inside = (ordered_bf16(low) <= place) & (place <= ordered_bf16(high)) & ~np.isnan(actual)
+    return np.asarray((ulp_distance(actual, expected) <= 1) | (inside & ~np.isnan(low) & ~np.isnan(high)))
+
+
 @dataclass(frozen=True)
 class ErrorRatio:
     """The ratio of two rms errors over the same inputs, with a bootstrap confidence interval."""
@@ -147,9 +201,9 @@ def error_ratio(
 ) -> ErrorRatio:
     """Compares the rms errors of two evaluations, for instance of a fused engine and of the unfused one.
 
-    mean_squares, baseline_mean_squares: `mean_square_error` of each input, the same inputs in both. The rms error is the
-    root of the mean over the inputs. Inputs are resampled in pairs (percentile bootstrap), since an input that is hard
-    for one evaluation is hard for the other. A ratio of zero to zero is 1.
+    mean_squares, baseline_mean_squares: `mean_square_error` of each input, the same inputs in both. The rms error is
+    the root of the mean over the inputs. Inputs are resampled in pairs (percentile bootstrap), since an input that is
+    hard for one evaluation is hard for the other. A ratio of zero to zero is 1.
 
     Raises ValueError for fewer than 2 inputs, unequal numbers of them, or values that are negative or not finite.
     """
@@ -176,6 +230,16 @@ def error_ratio(
         inputs=inputs,
         confidence=confidence,
     )
+
+
+def _sum_error(roundings: int) -> float:
+    """The relative error of a number that passed through that many fp32 roundings."""
+    return roundings * FP32_UNIT_ROUNDOFF / (1 - roundings * FP32_UNIT_ROUNDOFF)
+
+
+def _monotone_bf16(x: Float64Array) -> BFloat16Array:
+    """float64 to bf16 by way of fp32. Bounds stay bounds of fp32 numbers, since both roundings are monotone."""
+    return round_bf16(x.astype(np.float32))
 
 
 def _rms_ratio(ours: npt.ArrayLike, baseline: npt.ArrayLike) -> Float64Array:

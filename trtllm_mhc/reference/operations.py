@@ -101,9 +101,10 @@ def tree_dot(a: AnyArray, b: AnyArray) -> Float32Array:
     partial = np.zeros(np.broadcast_shapes(left.shape, right.shape)[:-1], np.float32)
     for i in range(FRAGMENT):
         partial = fma(left[..., i], right[..., i], partial)
-    missing = -partial.shape[-1] % FRAGMENTS_PER_GROUP
-    lanes = np.pad(partial, [(0, 0)] * (partial.ndim - 1) + [(0, missing)])
-    lanes = lanes.reshape(*partial.shape[:-1], -1, FRAGMENTS_PER_GROUP)
+    groups = -(-partial.shape[-1] // FRAGMENTS_PER_GROUP)
+    lanes = np.zeros((*partial.shape[:-1], groups * FRAGMENTS_PER_GROUP), np.float32)
+    lanes[..., : partial.shape[-1]] = partial
+    lanes = lanes.reshape(*partial.shape[:-1], groups, FRAGMENTS_PER_GROUP)
     with np.errstate(all="ignore"):
         # Every lane of an xor butterfly ends with the same bits, since addition commutes: follow the lower half only.
         distance = FRAGMENTS_PER_GROUP // 2
@@ -111,7 +112,7 @@ def tree_dot(a: AnyArray, b: AnyArray) -> Float32Array:
             lanes = lanes[..., :distance] + lanes[..., distance:]
             distance //= 2
         total: Float32Array = lanes[..., 0, 0]
-        for group in range(1, lanes.shape[-2]):
+        for group in range(1, groups):
             total = total + lanes[..., group, 0]
     return total
 

@@ -10,6 +10,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from exact import exact_rsqrt, round_exactly
 
 from trtllm_mhc.reference import fma, round_bf16, rsqrt, widen
 
@@ -22,21 +23,6 @@ def from_bits(bits: int) -> np.float32:
 
 def to_bits(x: np.float32) -> int:
     return int(np.float32(x).view(np.uint32))
-
-
-def round_exactly(value: Fraction, precision: int = 24, least_exponent: int = -149, sign_of_zero: float = 1.0) -> float:
-    """Round to nearest even at `precision` bits, ulp at least 2^least_exponent, overflow beyond 2^128."""
-    if value == 0:
-        return math.copysign(0.0, sign_of_zero)
-    magnitude = abs(value)
-    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
-    if Fraction(2) ** exponent > magnitude:
-        exponent -= 1
-    assert Fraction(2) ** exponent <= magnitude < Fraction(2) ** (exponent + 1)
-    unit = Fraction(2) ** max(exponent - precision + 1, least_exponent)
-    rounded = round(magnitude / unit) * unit  # Fraction rounds half to even
-    result = math.inf if rounded >= 2**128 else float(rounded)
-    return math.copysign(result, value)
 
 
 def exact_fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
@@ -61,28 +47,11 @@ def assert_fma(cases: Iterable[tuple[np.float32, np.float32, np.float32]]) -> No
         assert same, f"fma({a[i]!r}, {b[i]!r}, {c[i]!r}) = {got[i]!r}, exactly {want!r}"
 
 
-SPECIAL = [
-    from_bits(bits | sign)
-    for bits in (
-        0x00000000,
-        0x00000001,
-        0x00000003,
-        0x007FFFFF,
-        0x00800000,
-        0x00800001,
-        0x33800000,
-        0x33800001,
-        0x3F7FFFFF,
-        0x3F800000,
-        0x3F800001,
-        0x4B800001,
-        0x7F000000,
-        0x7F7FFFFF,
-        0x7F800000,
-        0x7FC00000,
-    )  # fmt: skip
-    for sign in (0, 0x80000000)
-]
+SPECIAL_MAGNITUDES = """
+    00000000 00000001 00000003 007fffff 00800000 00800001 33800000 33800001
+    3f7fffff 3f800000 3f800001 4b800001 7f000000 7f7fffff 7f800000 7fc00000
+"""
+SPECIAL = [from_bits(int(bits, 16) | sign) for bits in SPECIAL_MAGNITUDES.split() for sign in (0, 0x80000000)]
 
 
 def test_fma_on_all_triples_of_special_numbers() -> None:
@@ -142,22 +111,9 @@ def test_fma_refuses_what_it_would_round(bad: object) -> None:
         fma(np.float32(1), bad, np.float32(1))  # type: ignore[arg-type]
 
 
-def exact_rsqrt(x: np.float32) -> np.float32:
-    value = Fraction(float(x))
-    guess = np.float32(1 / math.sqrt(float(x)))
-    candidates = [np.nextafter(guess, np.float32(0)), guess, np.nextafter(guess, np.float32(np.inf))]
-    # r is nearest to 1/sqrt(x) if it lies between the midpoints m to its neighbours, and m < 1/sqrt(x) means m*m*x < 1.
-    for r in candidates:
-        lower = (Fraction(float(np.nextafter(r, np.float32(0)))) + Fraction(float(r))) / 2
-        upper = (Fraction(float(np.nextafter(r, np.float32(np.inf)))) + Fraction(float(r))) / 2
-        if lower * lower * value < 1 < upper * upper * value:
-            return r
-    raise AssertionError(f"no candidate for {x!r}")
-
-
 def assert_rsqrt(x: np.ndarray) -> None:
     got = rsqrt(x)
-    assert got.dtype == np.float32 and got.shape == x.shape
+    assert (got.dtype, got.shape) == (np.float32, x.shape)
     for xi, gi in zip(x.tolist(), got.tolist(), strict=True):
         assert gi == exact_rsqrt(np.float32(xi)), f"rsqrt({xi!r}) = {gi!r}"
 
@@ -215,7 +171,7 @@ def test_round_bf16_against_exact_rounding() -> None:
     for xi, gi in zip(x.tolist(), got.tolist(), strict=True):
         if math.isfinite(xi):
             want = round_exactly(Fraction(xi), precision=8, least_exponent=-133, sign_of_zero=math.copysign(1, xi))
-            assert gi == want and math.copysign(1, gi) == math.copysign(1, xi), xi
+            assert (gi, math.copysign(1, gi)) == (want, math.copysign(1, xi)), xi
         else:
             assert gi == xi or (math.isnan(gi) and math.isnan(xi))
 
