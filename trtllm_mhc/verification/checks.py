@@ -112,7 +112,7 @@ def check_agreement(
         for actual, expected in pairs:
             elements += actual.size
             different += int((~compare.bits_equal(actual, expected)).sum())
-            max_ulp = max(max_ulp, int(compare.ulp_distance(actual, expected).max(initial=0)))
+            max_ulp = max(max_ulp, int(np.max(compare.ulp_distance(actual, expected), initial=0)))
     return Agreement(agrees, elements, different, max_ulp)
 
 
