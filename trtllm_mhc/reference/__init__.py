@@ -6,7 +6,7 @@ any intermediate rounding; `compare` says what counts as equal.
 """
 
 from . import float64
-from .coefficients import Coefficients, broadcast_projection, coefficients, coefficients_float64
+from .coefficients import Coefficients, broadcast_projection, coefficients_float32, coefficients_float64
 from .compare import (
     ErrorRatio,
     agreement_factor,
@@ -47,7 +47,7 @@ __all__ = [
     "boundary",
     "broadcast_projection",
     "clear_negative_zero",
-    "coefficients",
+    "coefficients_float32",
     "coefficients_float64",
     "collapse",
     "collapse_magnitude",

@@ -30,7 +30,7 @@ class Coefficients(NamedTuple):
     pre: AnyArray
 
 
-def coefficients(
+def coefficients_float32(
     x: BFloat16Array,
     fn: Float32Array,
     scale: Float32Array,
@@ -72,7 +72,7 @@ def coefficients_float64(
     post_alpha: float,
     sinkhorn_iters: int,
 ) -> Coefficients:
-    """The same coefficients in float64, for judging fp32 ones. Arguments as `coefficients`, of any floating dtype.
+    """The same coefficients in float64, for judging fp32 ones. Arguments as `coefficients_float32`, of any floating dtype.
 
     The eps, and post_alpha, are first rounded to fp32, since those are the numbers that every implementation is given.
     """

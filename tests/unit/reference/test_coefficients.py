@@ -12,7 +12,7 @@ from trtllm_mhc.reference import (
     assert_bits_equal,
     bits_equal,
     broadcast_projection,
-    coefficients,
+    coefficients_float32,
     coefficients_float64,
 )
 
@@ -43,7 +43,7 @@ def sigmoid(v: float) -> float:
     return 1 / (1 + math.exp(-v))
 
 
-@pytest.mark.parametrize("function", [coefficients, coefficients_float64])
+@pytest.mark.parametrize("function", [coefficients_float32, coefficients_float64])
 def test_pre_and_post_by_hand(function: Any) -> None:
     # mixes[r] = 2 * (r/16) / 2 = r/16.
     scale, base = np.float32([2.0, -3.0, 0.0]), np.zeros(24, np.float32)
@@ -57,7 +57,7 @@ def test_pre_and_post_by_hand(function: Any) -> None:
     np.testing.assert_allclose(got.comb[0], np.full((HC, HC), 0.25), rtol=5e-6)
 
 
-@pytest.mark.parametrize("function", [coefficients, coefficients_float64])
+@pytest.mark.parametrize("function", [coefficients_float32, coefficients_float64])
 def test_comb_by_hand_shows_its_orientation(function: Any) -> None:
     # One round: softmax over targets, then division by the sums over sources.
     base = np.zeros(24, np.float32)
@@ -82,7 +82,7 @@ def test_comb_by_hand_shows_its_orientation(function: Any) -> None:
 
 
 def test_sinkhorn_converges_to_a_doubly_stochastic_matrix() -> None:
-    got = coefficients(**arguments(8, 512, seed=1))
+    got = coefficients_float32(**arguments(8, 512, seed=1))
     np.testing.assert_allclose(got.comb.sum(axis=1), 1, atol=1e-5)
     np.testing.assert_allclose(got.comb.sum(axis=2), 1, atol=1e-3)
     assert (got.comb > 0).all()
@@ -90,7 +90,7 @@ def test_sinkhorn_converges_to_a_doubly_stochastic_matrix() -> None:
 
 def test_shapes_and_dtypes() -> None:
     a = arguments(3, 64, seed=2)
-    for function, dtype in ((coefficients, np.float32), (coefficients_float64, np.float64)):
+    for function, dtype in ((coefficients_float32, np.float32), (coefficients_float64, np.float64)):
         post, comb, pre = function(**a)
         assert (post.shape, comb.shape, pre.shape) == ((3, HC), (3, HC, HC), (3, HC))
         assert {post.dtype, comb.dtype, pre.dtype} == {np.dtype(dtype)}
@@ -103,7 +103,7 @@ def test_fp32_is_as_near_to_float64_as_its_roundings_allow(hidden: int) -> None:
     # 1.5 u in pre and twice that in post. A mix changes relatively by up to twice its logits, and by the last rounds'
     # roundings (the effect of earlier ones shrinks): some 8 u. One TF32 factor would be hundreds of u.
     a = arguments(16, hidden, seed=3)
-    got, exact = coefficients(**a), coefficients_float64(**a)
+    got, exact = coefficients_float32(**a), coefficients_float64(**a)
     unit = 2.0**-24
     for name, bound in (("pre", 1.5 * unit), ("post", 3 * unit), ("comb", 8 * unit)):
         error = getattr(got, name) - getattr(exact, name)
@@ -120,7 +120,7 @@ def test_the_first_layer_takes_the_embedding_and_the_summed_projection() -> None
     summed = dict(a, x=embedding, fn=a["fn"].astype(np.float64).reshape(24, HC, 512).sum(axis=1))
     for whole, short in zip(full, coefficients_float64(**summed), strict=True):
         np.testing.assert_allclose(short, whole, rtol=1e-11)
-    short32 = coefficients(**dict(a, x=embedding, fn=broadcast_projection(a["fn"], HC)))
+    short32 = coefficients_float32(**dict(a, x=embedding, fn=broadcast_projection(a["fn"], HC)))
     for whole, short in zip(full, short32, strict=True):
         np.testing.assert_allclose(short, whole, rtol=1e-5)
 
@@ -134,9 +134,9 @@ def test_broadcast_projection_adds_streams_in_order() -> None:
 
 def test_rows_do_not_depend_on_each_other() -> None:
     a = arguments(5, 64, seed=5)
-    together = coefficients(**a)
+    together = coefficients_float32(**a)
     for row in range(5):
-        alone = coefficients(**dict(a, x=a["x"][row : row + 1]))
+        alone = coefficients_float32(**dict(a, x=a["x"][row : row + 1]))
         for one, all_rows in zip(alone, together, strict=True):
             assert_bits_equal(one[0], all_rows[row])
 
@@ -144,17 +144,17 @@ def test_rows_do_not_depend_on_each_other() -> None:
 def test_a_zero_row_has_coefficients() -> None:
     a = arguments(1, 64, seed=6)
     a["x"] = np.zeros((1, HC, 64), BF16)
-    got = coefficients(**a)
+    got = coefficients_float32(**a)
     assert all(np.isfinite(part).all() for part in got)
     exact = coefficients_float64(**a)
     np.testing.assert_allclose(got.pre, exact.pre, rtol=2e-7)
     # With the eps rounded to zero it would have none.
-    assert np.isnan(coefficients(**dict(a, rms_norm_eps=0.0)).pre).all()
+    assert np.isnan(coefficients_float32(**dict(a, rms_norm_eps=0.0)).pre).all()
 
 
 def test_every_setting_matters() -> None:
     a = arguments(2, 64, seed=7)
-    post, comb, pre = coefficients(**a)
+    post, comb, pre = coefficients_float32(**a)
     changed = {
         "rms_norm_eps": (0.1, "post comb pre"),
         "hc_eps": (1e-3, "comb pre"),
@@ -162,7 +162,7 @@ def test_every_setting_matters() -> None:
         "sinkhorn_iters": (19, "comb"),
     }
     for name, (value, affected) in changed.items():
-        other = coefficients(**(a | {name: value}))
+        other = coefficients_float32(**(a | {name: value}))
         for part, before in (("post", post), ("comb", comb), ("pre", pre)):
             same = bits_equal(getattr(other, part), before).all()
             assert same == (part not in affected.split()), (name, part)
@@ -180,6 +180,6 @@ def test_every_setting_matters() -> None:
 )
 def test_coefficients_say_what_they_expected(name: str, value: Any, message: str) -> None:
     a = arguments(2, 64, seed=0) | {name: value}
-    for function in (coefficients, coefficients_float64):
+    for function in (coefficients_float32, coefficients_float64):
         with pytest.raises(ValueError, match=message):
             function(**a)
