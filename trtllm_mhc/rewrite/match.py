@@ -293,7 +293,7 @@ def _assemble_post(
     """The post, if the factors are the elements of one tensor each."""
     assert expansion is not None
     hc = len(posts)
-    for residual, _ in residuals[0, 0].names:
+    for residual in _plainest(residuals[0, 0], 3):
         # The terms of a sum have no order: which stream a term is of, its index says.
         where = {key: _stream(residual, factor, HIDDEN) for key, factor in residuals.items()}
         if any(stream is None for stream in where.values()):
@@ -417,13 +417,20 @@ def _stream(streams: Value, factor: Factor, *last: Axis) -> int | None:
 
 def _common(factors: Mapping[_Key, Factor], expected: Callable[[_Key], tuple[Axis, ...]]) -> Value | None:
     """The tensor of which every factor is the expected element of the same token."""
-    for value, _ in next(iter(factors.values())).names:
+    key, factor = next(iter(factors.items()))
+    rank = 1 + len(expected(key))
+    for value in _plainest(factor, rank):
         if all(
             (index := factor.index_in(value)) is not None and is_element(value, index, *expected(key))
             for key, factor in factors.items()
         ):
             return value
     return None
+
+
+def _plainest(factor: Factor, rank: int) -> list[Value]:
+    """The tensors that a factor is an element of; first one of the rank that the plugin takes, then few axes."""
+    return sorted((value for value, _ in factor.names), key=lambda value: (len(value.shape) != rank, len(value.shape)))
 
 
 def _path(streams: Value, inside: Collection[Value]) -> frozenset[Node]:

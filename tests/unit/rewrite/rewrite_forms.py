@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boundaries written in the ways that people and exporters write them, for the tests of the rewrite pass.
+
+`Writer` appends one boundary to a network, each of its parts in a chosen form. All forms of a part compute the same
+sum; they differ in layers, in the order of additions and in where a reshape or a cast stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+import tensorrt as trt
+
+from trtllm_mhc.network import ops
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+HIDDEN = 4096
+
+POSTS = ("reduce", "einsum", "matmul", "matmul_wide", "adds", "per_target", "squeeze", "repeat")
+COLLAPSES = ("reduce", "einsum", "matmul", "matmul_column", "matmul_vector", "mean", "adds")
+NORMS = ("recip_sqrt", "pow", "div_sqrt", "one_over", "sum_div", "sum_mul", "pow_square", "gamma_first", "scale_after")
+BATCHES = ("rows", "batch_sequence", "one_batch", "static")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a boundary is written."""
+
+    all_reduce: str = "plugin"
+    post: str = "reduce"
+    collapse: str = "reduce"
+    norm: str = "recip_sqrt"
+    batch: str = "rows"
+    comb: str = "source_target"
+    hidden: int = HIDDEN
+    hc: int = 4
+    eps: float = 1e-20
+    tp_size: int = 2
+
+    def with_(self, **changes: object) -> Form:
+        """The form with something changed."""
+        return replace(self, **changes)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Sizes before the last ones."""
+        return {"rows": (-1,), "batch_sequence": (-1, -1), "one_batch": (1, -1), "static": (6,)}[self.batch]
+
+    def runtime_lead(self) -> tuple[int, ...]:
+        """The same with numbers in the place of dynamic sizes: 6 tokens in every form."""
+        return {"rows": (6,), "batch_sequence": (2, 3), "one_batch": (1, 6), "static": (6,)}[self.batch]
+
+
+class Writer:
+    """Appends the parts of a boundary to ``network``."""
+
+    def __init__(self, network, form: Form) -> None:
+        self.network = network
+        self.form = form
+
+    # Small layers, named for what they do to the last axes.
+
+    def wide(self, x):
+        return ops.cast(self.network, x, trt.float32)
+
+    def narrow(self, x):
+        return ops.cast(self.network, x, trt.bfloat16)
+
+    def mul(self, a, b):
+        return ops.mul(self.network, a, b)
+
+    def add(self, a, b):
+        return ops.add(self.network, a, b)
+
+    def div(self, a, b):
+        return ops.elementwise(self.network, a, b, trt.ElementWiseOperation.DIV)
+
+    def sum(self, x, axis, keep=False, operation=trt.ReduceOperation.SUM):
+        return ops.reduce(self.network, x, operation, axis % len(x.shape), keep=keep)
+
+    def unsqueeze(self, x, axis):
+        axes = ops.constant(self.network, np.array([axis], np.int32))
+        return ops.output(self.network.add_unsqueeze(x, ops.cast(self.network, axes, trt.int64)), "unsqueeze")
+
+    def squeeze(self, x, axis):
+        axes = ops.constant(self.network, np.array([axis], np.int32))
+        return ops.output(self.network.add_squeeze(x, ops.cast(self.network, axes, trt.int64)), "squeeze")
+
+    def reshape_last(self, x, kept: int, *last: int):
+        """Reshape all but the first ``kept`` axes, which are at most two; a 0 copies a size."""
+        layer = self.network.add_shuffle(x)
+        layer.reshape_dims = (*[0] * kept, *last)
+        return ops.output(layer, "reshape")
+
+    def transpose(self, x):
+        """Swap the last two axes."""
+        rank = len(x.shape)
+        layer = self.network.add_shuffle(x)
+        layer.first_transpose = (*range(rank - 2), rank - 1, rank - 2)
+        return ops.output(layer, "transpose")
+
+    def pick(self, x, axis, index, keep=True):
+        axis %= len(x.shape)
+        indices = np.array([index] if keep else index, np.int32)
+        return ops.gather(self.network, x, indices, axis)
+
+    def scalar(self, value, rank):
+        return ops.constant(self.network, np.full((1,) * rank, value, np.float32))
+
+    def matmul(self, a, op_a, b, op_b):
+        operations = trt.MatrixOperation
+        layer = self.network.add_matrix_multiply(a, getattr(operations, op_a), b, getattr(operations, op_b))
+        return ops.output(layer, "matmul")
+
+    def einsum(self, equation, *operands):
+        return ops.output(self.network.add_einsum(list(operands), equation), "einsum")
+
+    @property
+    def lead(self) -> int:
+        return len(self.form.lead)
+
+    # The parts.
+
+    def inputs(self) -> dict[str, object]:
+        form, network = self.form, self.network
+        shapes = {
+            "x": (trt.bfloat16, (*form.lead, form.hidden)),
+            "residual": (trt.bfloat16, (*form.lead, form.hc, form.hidden)),
+            "post": (trt.float32, (*form.lead, form.hc)),
+            "comb": (trt.float32, (*form.lead, form.hc, form.hc)),
+            "pre": (trt.float32, (*form.lead, form.hc)),
+            "gamma": (trt.bfloat16, (form.hidden,)),
+        }
+        return {name: network.add_input(name, dtype, shape) for name, (dtype, shape) in shapes.items()}
+
+    def all_reduce(self, x):
+        from trtllm_mhc.network import collectives, plugins
+
+        form = self.form
+        if form.all_reduce == "plugin":
+            if len(x.shape) == 2:
+                return plugins.add_all_reduce(self.network, x, tp_size=form.tp_size)
+            flat = ops.reshape(self.network, x, (-1, form.hidden))
+            reduced = plugins.add_all_reduce(self.network, flat, tp_size=form.tp_size)
+            return self.like(reduced, x)
+        ranks = np.arange(form.tp_size, dtype=np.int64)
+        layer = self.network.add_dist_collective(
+            x, trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM, -1, ranks
+        )
+        layer.num_ranks = form.tp_size
+        if form.all_reduce == "dist_collective":
+            collectives.label_all_reduce_sum(layer, ranks)
+        return ops.output(layer, "all_reduce")
+
+    def like(self, flat, x):
+        """[M, H] in the shape of ``x`` [..., H]."""
+        layer = self.network.add_shuffle(flat)
+        layer.set_input(1, self.network.add_shape(x).get_output(0))
+        return ops.output(layer, "like")
+
+    def post(self, reduced, residual, post, comb):
+        form, lead, hc = self.form, self.lead, self.form.hc
+        equation = {1: ("mji,mjh->mih", "mij,mjh->mih"), 2: ("bsji,bsjh->bsih", "bsij,bsjh->bsih")}[lead]
+        transposed = form.comb == "target_source"
+        x, streams = self.wide(reduced), self.wide(residual)
+        if form.post == "einsum":
+            mixed = self.einsum(equation[transposed], comb, streams)
+            output = self.mul(self.unsqueeze(post, lead + 1), self.unsqueeze(x, lead))
+            return self.narrow(self.add(mixed, output))
+        if form.post == "matmul":
+            mixed = self.matmul(comb, "NONE" if transposed else "TRANSPOSE", streams, "NONE")
+            output = self.matmul(self.unsqueeze(post, lead + 1), "NONE", self.unsqueeze(x, lead), "NONE")
+            return self.narrow(self.add(mixed, output))
+        if form.post == "matmul_wide":
+            # [.., H, hc] @ [.., hc, hc], as with the streams last
+            mixed = self.matmul(streams, "TRANSPOSE", comb, "TRANSPOSE" if transposed else "NONE")
+            output = self.mul(self.unsqueeze(x, lead + 1), self.unsqueeze(post, lead))
+            return self.narrow(self.transpose(self.add(output, mixed)))
+        if form.post in ("adds", "per_target"):
+            targets = range(hc) if form.post == "per_target" else [None]
+            return self.post_by_adds(x, streams, post, comb, list(targets), transposed)
+        output = self.mul(self.unsqueeze(x, lead), self.unsqueeze(post, lead + 1))
+        if transposed:
+            weights, sources, axis = self.unsqueeze(comb, lead + 2), self.unsqueeze(streams, lead), lead + 1
+        else:
+            weights, sources, axis = self.unsqueeze(comb, lead + 2), self.unsqueeze(streams, lead + 1), lead
+        mixed = self.mul(weights, sources)
+        if form.post == "squeeze":
+            return self.narrow(self.add(self.squeeze(self.sum(mixed, axis, keep=True), axis), output))
+        if form.post == "repeat":
+            # every target's streams spelled out before the products
+            repeated = self.network.add_concatenation([sources] * hc)
+            repeated.axis = lead if transposed else lead + 1
+            mixed = self.mul(ops.output(repeated, "repeat"), weights)
+        return self.narrow(self.add(output, self.sum(mixed, axis)))
+
+    def post_by_adds(self, x, streams, post, comb, targets, transposed):
+        lead, hc = self.lead, self.form.hc
+        results = []
+        for target in targets:
+            if target is None:
+                weights = self.unsqueeze(post, lead + 1)
+            else:
+                weights = self.unsqueeze(self.pick(post, lead, target), lead + 1)
+            total = self.mul(weights, self.unsqueeze(x, lead))
+            for source in range(hc):
+                across = self.pick(comb, lead + 1 if transposed else lead, source)
+                if target is not None:
+                    across = self.pick(across, lead if transposed else lead + 1, target)
+                column = across if transposed else self.transpose(across)
+                total = self.add(total, self.mul(column, self.pick(streams, lead, source)))
+            results.append(total)
+        if len(results) == 1:
+            return self.narrow(results[0])
+        joined = self.network.add_concatenation(results)
+        joined.axis = lead
+        return self.narrow(ops.output(joined, "join"))
+
+    def collapse(self, streams, pre):
+        form, lead = self.form, self.lead
+        wide = self.wide(streams)
+        if form.collapse == "einsum":
+            return self.narrow(self.einsum("mi,mih->mh" if lead == 1 else "bsi,bsih->bsh", pre, wide))
+        if form.collapse == "matmul":
+            row = self.matmul(self.unsqueeze(pre, lead), "NONE", wide, "NONE")
+            return self.narrow(self.squeeze(row, lead))
+        if form.collapse == "matmul_column":
+            column = self.matmul(wide, "TRANSPOSE", self.unsqueeze(pre, lead + 1), "NONE")
+            return self.narrow(self.squeeze(column, lead + 1))
+        if form.collapse == "matmul_vector":
+            return self.narrow(self.matmul(wide, "TRANSPOSE", pre, "VECTOR"))
+        if form.collapse == "adds":
+            total = None
+            for index in range(form.hc):
+                product = self.mul(self.pick(wide, lead, index, keep=False), self.pick(pre, lead, index))
+                total = product if total is None else self.add(total, product)
+            return self.narrow(total)
+        product = self.mul(wide, self.unsqueeze(pre, lead + 1))
+        if form.collapse == "mean":
+            mean = self.sum(product, lead, operation=trt.ReduceOperation.AVG)
+            return self.narrow(self.mul(mean, self.scalar(float(form.hc), lead + 1)))
+        return self.narrow(self.sum(product, lead))
+
+    def mean_square(self, wide):
+        form = self.form
+        if form.norm == "pow_square":
+            square = ops.elementwise(
+                self.network, wide, self.scalar(2.0, len(wide.shape)), trt.ElementWiseOperation.POW
+            )
+        else:
+            square = self.mul(wide, wide)
+        if form.norm in ("sum_div", "sum_mul"):
+            total = self.sum(square, -1, keep=True)
+            if form.norm == "sum_div":
+                return self.div(total, self.scalar(float(form.hidden), len(wide.shape)))
+            return self.mul(total, self.scalar(1.0 / form.hidden, len(wide.shape)))
+        return self.sum(square, -1, keep=True, operation=trt.ReduceOperation.AVG)
+
+    def norm(self, collapsed, gamma):
+        form, rank = self.form, len(collapsed.shape)
+        wide = self.wide(collapsed)
+        shifted = self.add(self.mean_square(wide), self.scalar(form.eps, rank))
+        weight = ops.reshape(self.network, gamma, (1,) * (rank - 1) + (form.hidden,))
+        if form.norm == "pow":
+            exponent = self.scalar(-0.5, rank)
+            inverse = ops.elementwise(self.network, shifted, exponent, trt.ElementWiseOperation.POW)
+            return self.narrow(self.mul(self.mul(wide, inverse), self.wide(weight)))
+        root = ops.unary(self.network, shifted, trt.UnaryOperation.SQRT)
+        if form.norm == "div_sqrt":
+            return self.narrow(self.mul(self.div(wide, root), self.wide(weight)))
+        if form.norm == "one_over":
+            return self.narrow(self.mul(self.mul(wide, self.div(self.scalar(1.0, rank), root)), self.wide(weight)))
+        inverse = ops.unary(self.network, root, trt.UnaryOperation.RECIP)
+        if form.norm == "gamma_first":
+            return self.narrow(self.mul(self.wide(weight), self.mul(inverse, wide)))
+        if form.norm == "scale_after":
+            return self.mul(self.narrow(self.mul(wide, inverse)), weight)
+        return self.narrow(self.mul(self.mul(wide, inverse), self.wide(weight)))
+
+    def boundary(self, x, residual, post, comb, pre, gamma):
+        """The whole boundary: streams and layer input."""
+        streams = self.post(self.all_reduce(x), residual, post, comb)
+        return streams, self.norm(self.collapse(streams, pre), gamma)
+
+    def output(self, **tensors) -> None:
+        for name, tensor in tensors.items():
+            tensor.name = name
+            self.network.mark_output(tensor)
+
+
+def write_boundary(network, form: Form) -> dict[str, object]:
+    """A network of one boundary in ``form``, its streams and layer input as outputs; returns the inputs."""
+    writer = Writer(network, form)
+    inputs = writer.inputs()
+    streams, layer_input = writer.boundary(**inputs)
+    writer.output(streams=streams, layer_input=layer_input)
+    return inputs
+
+
+def feeds(form: Form, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Inputs for each rank, of small integers times powers of two: every order of a sum gives the same float32."""
+    rng = np.random.default_rng(seed)
+    lead = form.runtime_lead()
+
+    def integers(*shape, bound=15, unit=1.0, dtype=np.float32):
+        return (rng.integers(-bound, bound + 1, shape) * unit).astype(dtype)
+
+    shared = {
+        "residual": integers(*lead, form.hc, form.hidden, dtype=BFLOAT16),
+        "post": integers(*lead, form.hc, unit=1 / 16),
+        "comb": integers(*lead, form.hc, form.hc, unit=1 / 16),
+        "pre": integers(*lead, form.hc, unit=1 / 16),
+        "gamma": integers(form.hidden, unit=1 / 8, dtype=BFLOAT16),
+    }
+    return [{"x": integers(*lead, form.hidden, dtype=BFLOAT16), **shared} for _ in range(form.tp_size)]
+
+
+def snapshot(network) -> list[object]:
+    """Everything that the pass could change."""
+    layers = []
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        inputs = [layer.get_input(k) for k in range(layer.num_inputs)]
+        outputs = [layer.get_output(k) for k in range(layer.num_outputs)]
+        layers.append(
+            (
+                layer.name,
+                layer.metadata,
+                [tensor and tensor.name for tensor in inputs],
+                [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in outputs],
+            )
+        )
+    names = [network.get_input(k).name for k in range(network.num_inputs)]
+    outputs = [network.get_output(k).name for k in range(network.num_outputs)]
+    return [layers, names, outputs]
+
+
+def live_layers(network) -> list[object]:
+    """The layers that an output depends on, by position."""
+    producer = {}
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        for k in range(layer.num_outputs):
+            producer[layer.get_output(k).name] = index
+    todo = [network.get_output(k).name for k in range(network.num_outputs)]
+    found = set()
+    while todo:
+        index = producer.get(todo.pop())
+        if index is not None and index not in found:
+            found.add(index)
+            layer = network.get_layer(index)
+            inputs = [layer.get_input(k) for k in range(layer.num_inputs)]
+            todo += [tensor.name for tensor in inputs if tensor is not None]
+    return [network.get_layer(index) for index in sorted(found)]
