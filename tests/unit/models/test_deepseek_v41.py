@@ -195,6 +195,21 @@ def test_no_two_layers_share_a_matrix(models, config):
         assert abs(np.corrcoef(first.astype(np.float32).ravel(), second.astype(np.float32).ravel())[0, 1]) < 0.02
 
 
+def test_layers_compute_unrelated_things(models, config):
+    """Windows into the same numbers must not give one layer's MLP most of another's units."""
+    weights = models.ModelWeights(config)
+    x = np.random.default_rng(3).standard_normal((16, 4096)).astype(np.float32)
+
+    def mlp(index):
+        gate, up, down = (getattr(weights.mlp(index, 0, 1), name).astype(np.float32) for name in ("gate", "up", "down"))
+        g = x @ gate.T
+        return (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
+
+    outputs = [mlp(index).ravel() for index in range(3)]
+    assert np.abs(np.corrcoef(outputs) - np.eye(3)).max() < 0.05
+    assert all(0.15 < output.std() < 0.35 for output in outputs)
+
+
 def test_attention_and_ffn_have_their_own_coefficients(models, config):
     layer = models.ModelWeights(config).layer(0)
     assert (layer.hc_attn_fn != layer.hc_ffn_fn).mean() > 0.9

@@ -21,8 +21,9 @@ from trtllm_mhc.models.deepseek_v41.config import DeepseekV41Config
 from trtllm_mhc.network.boundaries import LayerWeights
 from trtllm_mhc.network.ops import Array
 
-# Odd, so that shifted windows do not line up with the streams, heads or vector widths.
-_SHIFT = 61
+# How far each kind's window moves from one layer to the next. Odd, so that windows do not line up with heads or vector
+# widths, and different, so that no unit of an MLP finds its rows and its column together again in the next layer.
+_SHIFTS = {"wo_b": 61, "gate_up": 67, "down": 71, "fn": 73}
 # Root mean square of a reduced sublayer output; the streams enter with 1 and add up 2 * num_hidden_layers of these.
 _OUTPUT_RMS = 0.25
 # Root mean square of tanh(u) and of silu(g) * u for standard normal g and u.
@@ -129,18 +130,17 @@ class ModelWeights:
         gain = rng.normal(1, 0.25, (1, total))
         key = (index, rank, tp_size)
         if key not in self._wo_b:
-            pool = self._pool("wo_b", (hidden, total + self._margin), _OUTPUT_RMS / _TANH_RMS / total**0.5)
-            self._wo_b[key] = np.ascontiguousarray(_window(pool, 1, index, total)[:, mine])
+            whole = self._window("wo_b", index, (hidden, total), 1, _OUTPUT_RMS / _TANH_RMS / total**0.5)
+            self._wo_b[key] = np.ascontiguousarray(whole[:, mine])
         return AttentionWeights(columns[mine], _bf16(gain[:, mine]), self._wo_b[key])
 
     def mlp(self, index: int, rank: int, tp_size: int) -> MlpWeights:
         """The gated MLP of layer ``index`` on ``rank``."""
         size, hidden = self.config.mlp_size, self.config.hidden_size
         mine = _shard(size, rank, tp_size, "mlp_size")
-        into = self._pool("gate_up", (2 * size + self._margin, hidden), hidden**-0.5)
-        gate, up = np.split(_window(into, 0, index, 2 * size), 2)
-        down = self._pool("down", (hidden, size + self._margin), _OUTPUT_RMS / _GATED_RMS / size**0.5)
-        return MlpWeights(gate[mine], up[mine], np.ascontiguousarray(_window(down, 1, index, size)[:, mine]))
+        gate, up = np.split(self._window("gate_up", index, (2 * size, hidden), 0, hidden**-0.5), 2)
+        down = self._window("down", index, (hidden, size), 1, _OUTPUT_RMS / _GATED_RMS / size**0.5)
+        return MlpWeights(gate[mine], up[mine], np.ascontiguousarray(down[:, mine]))
 
     def elementwise(self, sublayer: int, rank: int, tp_size: int) -> ElementwiseWeights:
         """The stand-in of sublayer ``sublayer`` (2 * layer, plus 1 for the MoE) on ``rank``."""
@@ -160,42 +160,46 @@ class ModelWeights:
         """[H] bf16, the weight of the norm after the final collapse."""
         return _bf16(self._rng("final_norm").normal(1, 0.1, self.config.hidden_size))
 
-    @property
-    def _margin(self) -> int:
-        return _SHIFT * (self.config.num_hidden_layers - 1)
-
     def _boundary(self, sublayer: int) -> tuple[Array, Array, Array, Array]:
         """Coefficient weights fn, scale and base, and the norm, of one sublayer's entry."""
         hc, hidden = self.config.hc_mult, self.config.hidden_size
         shape = ((2 + hc) * hc, hc * hidden)
-        count = shape[0] * shape[1]
-        # Of standard deviation 1 over the streams' root mean square: logits of order one.
-        pool = self._pool("fn", (count + _SHIFT * (self.config.boundaries - 1),), shape[1] ** -0.5, np.float32)
-        fn = _window(pool, 0, sublayer, count).reshape(shape)
+        # Such that the projections of normalised streams, hence the logits, are of order one.
+        fn = self._window("fn", sublayer, (shape[0] * shape[1],), 0, shape[1] ** -0.5, np.float32).reshape(shape)
         rng = self._rng("boundary", sublayer)
         scale = rng.uniform(0.5, 1.0, 3).astype(np.float32)
         base = rng.normal(0, 0.5, shape[0])
-        # A stream mostly stays itself, as in a trained model; without it all streams would soon be their mean.
-        base[2 * hc :] += 2 * np.eye(hc).reshape(-1)
+        # Streams take up outputs in different measure and mostly stay themselves; else all would soon be their mean.
+        base[hc : 2 * hc] = rng.uniform(-1.5, 1.5, hc)
+        base[2 * hc :] += 4 * np.eye(hc).reshape(-1)
         return fn, scale, base.astype(np.float32), _bf16(rng.normal(1, 0.1, hidden))
 
-    def _pool(self, name: str, shape: tuple[int, ...], deviation: float, dtype: type = ml_dtypes.bfloat16) -> Array:
-        """The numbers that all layers' windows of one kind look into: uniform, of the given standard deviation."""
+    def _window(
+        self,
+        name: str,
+        index: int,
+        shape: tuple[int, ...],
+        axis: int,
+        deviation: float,
+        dtype: type = ml_dtypes.bfloat16,
+    ) -> Array:
+        """Weights of the given shape: what window ``index`` shows of its kind's numbers.
+
+        The numbers are uniform and of the given standard deviation; the windows move along ``axis``.
+        """
         if name not in self._pools:
-            values = self._rng(name).random(shape, dtype=np.float32)
+            margin = _SHIFTS[name] * (self.config.boundaries - 1)
+            whole = tuple(size + margin * (i == axis) for i, size in enumerate(shape))
+            values = self._rng(name).random(whole, dtype=np.float32)
             values -= 0.5
             values *= 12**0.5 * deviation
             self._pools[name] = values.astype(dtype, copy=False)
-        return self._pools[name]
+        start = index * _SHIFTS[name]
+        return self._pools[name][(slice(None),) * axis + (slice(start, start + shape[axis]),)]
 
     def _rng(self, name: str, *indices: int) -> np.random.Generator:
         entropy = (self.seed, zlib.crc32(name.encode()), *indices)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
-
-
-def _window(pool: Array, axis: int, index: int, size: int) -> Array:
-    start = index * _SHIFT
-    return pool[(slice(None),) * axis + (slice(start, start + size),)]
 
 
 def _shard(total: int, rank: int, tp_size: int, what: str) -> slice:
