@@ -209,6 +209,11 @@ mhcStatus mhcCommCreateAllGather(
         &callback);
 }
 
+mhcStatus mhcCommCreateSelfLoop(mhcComm_t* comm, mhcCommConfig const* config) {
+    return mhc::create(
+        comm, config, [](mhc::CommSettings const&, void const*) { return std::unique_ptr<mhc::Bootstrap>(); }, nullptr);
+}
+
 mhcStatus mhcCommDestroy(mhcComm_t comm) {
     return guarded([&] {
         Registry::instance().withdraw(comm)->close();
@@ -299,6 +304,10 @@ mhcStatus mhcBoundary(mhcComm_t comm, int32_t lane, mhcBoundaryArgs const* args,
         require(args != nullptr, "args is NULL");
         Registry::instance().get(comm)->boundary(lane, *args, mhc::streamOf(stream));
     });
+}
+
+mhcStatus mhcPublish(mhcComm_t comm, int32_t lane, void const* x, int32_t rows, void* stream) {
+    return guarded([&] { Registry::instance().get(comm)->publish(lane, x, rows, mhc::streamOf(stream)); });
 }
 
 mhcStatus mhcBoundaryLocal(int32_t hidden, mhcBoundaryArgs const* args, void* stream) {

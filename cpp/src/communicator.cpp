@@ -314,6 +314,22 @@ public:
         c_.barrier();
     }
 
+    void runSelfLoop() {
+        require(s_.rank == 0, "a self-loop has one rank, 0; got ", s_.rank);
+        allocateHere();
+        for (int lane = 0; lane < s_.lanes; ++lane) {
+            Mailbox made = box(lane, std::vector<std::byte*>(static_cast<size_t>(s_.tpSize), c_.mailbox_));
+            // Peer p's mailbox begins p slots later, so that slot 0 there is slot p here.
+            size_t const slot = size_t(s_.capacity) * (s_.hiddenSize / kFragment);
+            for (int p = 0; p < s_.tpSize; ++p) {
+                made.slots[p] += slot * p;
+                made.headers[p] += p;
+            }
+            c_.boxes_.push_back(made);
+        }
+        c_.fill();
+    }
+
 private:
     void meet() {
         Introduction me{};
@@ -368,22 +384,26 @@ private:
         return std::memcmp(peers_[a].deviceUuid, peers_[b].deviceUuid, sizeof(peers_[a].deviceUuid)) == 0;
     }
 
+    void allocateHere() {
+        c_.mailboxBytes_ = bytesPerLane(s_) * s_.lanes;
+        checkCuda(
+            cudaMalloc(reinterpret_cast<void**>(&c_.mailbox_), c_.mailboxBytes_), "cudaMalloc of ", c_.mailboxBytes_,
+            " bytes for the mailbox");
+        checkCuda(
+            cudaMalloc(reinterpret_cast<void**>(&c_.states_), sizeof(LaneState) * s_.lanes),
+            "cudaMalloc of the lane states");
+        checkCuda(
+            cudaHostAlloc(
+                reinterpret_cast<void**>(&c_.records_), sizeof(mhcErrorRecord) * s_.lanes,
+                cudaHostAllocPortable | cudaHostAllocMapped),
+            "cudaHostAlloc of the error records");
+        checkCuda(loadAllKernels(), "loading the kernels (is the library built for this GPU?)");
+    }
+
     void allocate() {
         Offer mine{};
         try {
-            c_.mailboxBytes_ = bytesPerLane(s_) * s_.lanes;
-            checkCuda(
-                cudaMalloc(reinterpret_cast<void**>(&c_.mailbox_), c_.mailboxBytes_), "cudaMalloc of ",
-                c_.mailboxBytes_, " bytes for the mailbox");
-            checkCuda(
-                cudaMalloc(reinterpret_cast<void**>(&c_.states_), sizeof(LaneState) * s_.lanes),
-                "cudaMalloc of the lane states");
-            checkCuda(
-                cudaHostAlloc(
-                    reinterpret_cast<void**>(&c_.records_), sizeof(mhcErrorRecord) * s_.lanes,
-                    cudaHostAllocPortable | cudaHostAllocMapped),
-                "cudaHostAlloc of the error records");
-            checkCuda(loadAllKernels(), "loading the kernels (is the library built for this GPU?)");
+            allocateHere();
             mine.address = c_.mailbox_;
             bool otherProcess = false;
             for (int r = 0; r < s_.tpSize; ++r)
@@ -477,7 +497,11 @@ Communicator::Communicator(CommSettings settings, std::unique_ptr<Bootstrap> boo
     : settings_(std::move(settings)), bootstrap_(std::move(bootstrap)) {
     DeviceGuard const device(settings_.device);
     try {
-        Setup(*this).run();
+        if (bootstrap_ == nullptr) {
+            Setup(*this).runSelfLoop();
+        } else {
+            Setup(*this).run();
+        }
     } catch (...) {
         release();
         throw;
@@ -635,6 +659,22 @@ void Communicator::boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t 
                 checkCuda(launchPublish(box, consume.x, chunk, Launch::kOverlapped, stream), "launching the publish");
             });
     }
+}
+
+void Communicator::publish(int lane, void const* x, int rows, cudaStream_t stream) {
+    require(settings_.tpSize > 1, "publishing needs a group of more than one rank");
+    require(
+        rows >= 0 && rows <= settings_.capacity, "rows must be in 0 .. capacity = ", settings_.capacity, ", got ",
+        rows);
+    checkUsable(lane);
+    if (rows == 0)
+        return;
+    requireAligned(x, "x");
+    Chunk const chunk{0, rows, rows, nextOwner(), operationWord(Published::kByProducer, Consumer::kUnknown)};
+    checkCuda(
+        launchPublish(
+            boxes_[static_cast<size_t>(lane)], static_cast<uint4 const*>(x), chunk, Launch::kOverlapped, stream),
+        "launching the publish");
 }
 
 void Communicator::allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream) {

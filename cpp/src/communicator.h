@@ -38,7 +38,7 @@ std::vector<int32_t> groupRanks(int tpSize, int32_t const* group, int groupSize)
 
 class Communicator {
 public:
-    // Collective.
+    // Collective. Without a bootstrap the rank plays its whole group.
     Communicator(CommSettings settings, std::unique_ptr<Bootstrap> bootstrap);
     ~Communicator();
     Communicator(Communicator const&) = delete;
@@ -54,6 +54,7 @@ public:
     mhcCommInfo info() const;
 
     void boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t stream);
+    void publish(int lane, void const* x, int rows, cudaStream_t stream);
     void allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream);
 
 private:

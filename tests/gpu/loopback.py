@@ -125,7 +125,7 @@ class DeviceInputs:
 class Loopback:
     """A group of rank threads, each with a communicator and a stream, on as many GPUs as there are."""
 
-    def __init__(self, tp: int, hidden: int = 5120, timeout_s: float = 20.0, **options: Any) -> None:
+    def __init__(self, tp: int, hidden: int = 5120, timeout_s: float = 5.0, **options: Any) -> None:
         self.tp = tp
         self.threads = ThreadGroup.on_devices(tp)
         name = f"loopback {next(_names)}"
@@ -145,6 +145,11 @@ class Loopback:
             return communicator, Stream()
 
         self.ranks = self.threads.run(join, timeout_s=60)
+
+    def barrier(self) -> None:
+        """Called by every rank between allocating and enqueueing: where ranks share a GPU, an allocation can wait for
+        a kernel that is itself waiting for the allocating rank."""
+        self.threads.barrier()
 
     def run(self, work: Callable[[int, Communicator, Stream], Result], timeout_s: float = 120.0) -> list[Result]:
         """Runs `work(rank, communicator, stream)` on every rank."""

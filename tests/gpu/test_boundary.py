@@ -35,6 +35,7 @@ def test_chain_of_boundaries(tp: int, hidden: int) -> None:
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         calls = [DeviceInputs(inputs, rank) for inputs, _ in chain]
+        group.barrier()
         for i, call in enumerate(calls):
             chained = i > 0 and chain[i][0].residual is chain[i - 1][1][0]
             call.boundary(communicator, stream, residual=calls[i - 1].residual_out if chained else call.residual)
@@ -55,8 +56,10 @@ def test_every_bf16_pattern_as_payload(tp: int) -> None:
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         call = DeviceInputs(inputs, rank)
+        total = DeviceArray(call.x.shape, BF16)
+        group.barrier()
         call.boundary(communicator, stream)
-        total = communicator.all_reduce(call.x, stream=stream)
+        communicator.all_reduce(call.x, out=total, stream=stream)
         call.check(expected, stream, f" on rank {rank}")
         reference.assert_bits_equal(total.to_numpy(stream), sums, f"sum on rank {rank}")
 
@@ -75,6 +78,7 @@ def test_extreme_magnitudes(scale: float) -> None:
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         call = DeviceInputs(inputs, rank)
+        group.barrier()
         call.boundary(communicator, stream)
         call.check(expected, stream, f" on rank {rank}")
 
@@ -89,6 +93,7 @@ def test_all_zero_row_with_the_models_epsilon() -> None:
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         call = DeviceInputs(zero, rank)
+        group.barrier()
         call.boundary(communicator, stream)
         assert call.layer_input is not None
         assert not np.any(call.layer_input.to_numpy(stream).astype(np.float32))
@@ -105,8 +110,11 @@ def test_all_reduce(tp: int) -> None:
     cases.append([np.full((2, 5120), value, BF16) for value in np.resize([1e4, -1e4, 1.0], tp)])
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
-        for xs in cases:
-            total = communicator.all_reduce(DeviceArray.from_numpy(xs[rank]), stream=stream)
+        arrays = [DeviceArray.from_numpy(xs[rank]) for xs in cases]
+        totals = [DeviceArray(array.shape, BF16) for array in arrays]
+        group.barrier()
+        for xs, array, total in zip(cases, arrays, totals, strict=True):
+            communicator.all_reduce(array, out=total, stream=stream)
             reference.assert_bits_equal(total.to_numpy(stream), reference.all_reduce(xs), f"sum on rank {rank}")
 
     with Loopback(tp) as group:
@@ -140,7 +148,9 @@ def test_finalize_equals_plain_path_on_the_finalized_tensor(tp: int, collapse: b
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         call = DeviceInputs(inputs, rank)
         parts = (permuted[rank], weights[rank], indices[rank], shared[rank])
-        call.boundary(communicator, stream, x=Finalize(*(DeviceArray.from_numpy(part) for part in parts)))
+        moe_output = Finalize(*(DeviceArray.from_numpy(part) for part in parts))
+        group.barrier()
+        call.boundary(communicator, stream, x=moe_output)
         call.check(expected, stream, f" of the finalize on rank {rank}")
         call.poison()
         call.boundary(communicator, stream)
@@ -171,6 +181,7 @@ def test_mxfp8_layer_input(rows: int, hidden: int) -> None:
         scales_out = DeviceArray(swizzled.shape, np.uint8)
         data_out.fill_bytes(0xFF)
         scales_out.fill_bytes(0xFF)
+        group.barrier()
         call.boundary(communicator, stream, mxfp8=(data_out, scales_out))
         call.check(expected, stream)
         np.testing.assert_array_equal(data_out.to_numpy(stream).view(np.uint8), data.view(np.uint8))
@@ -188,6 +199,7 @@ def test_both_ways_of_waiting(wait_mode: str) -> None:
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         assert communicator.info.waits_at_gate == (wait_mode == "gate")
         call = DeviceInputs(inputs, rank)
+        group.barrier()
         for _ in range(50):
             call.poison()
             call.boundary(communicator, stream)
@@ -207,6 +219,7 @@ def test_lanes_are_independent() -> None:
         with Stream() as second:
             streams = [stream, second]
             calls = [[DeviceInputs(inputs, rank) for inputs in chain] for chain in chains]
+            group.barrier()
             for _ in range(20):
                 for step in range(3):
                     for lane in (0, 1) if rank == 0 else (1, 0):
@@ -221,7 +234,8 @@ def test_lanes_are_independent() -> None:
 
 def test_no_rows_is_nothing() -> None:
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
-        assert communicator.all_reduce(DeviceArray((0, 5120), BF16), stream=stream).shape == (0, 5120)
+        empty = DeviceArray((0, 5120), BF16)
+        assert communicator.all_reduce(empty, out=DeviceArray((0, 5120), BF16), stream=stream).shape == (0, 5120)
 
     with Loopback(2) as group:
         group.run(work)

@@ -25,6 +25,7 @@ def test_six_captured_calls_with_fresh_inputs(tp: int) -> None:
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         calls = [DeviceInputs(inputs, rank) for inputs in sets[0]]
+        group.barrier()
         for call in calls:
             call.boundary(communicator, stream)  # eager first: a graph must go on from any generation
         with stream.capture() as graph:
@@ -50,6 +51,7 @@ def test_two_graphs_of_other_sizes_share_a_lane() -> None:
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         calls = [DeviceInputs(inputs, rank) for inputs in (small, large)]
+        group.barrier()
         graphs = []
         for call in calls:
             with stream.capture() as graph:

@@ -28,7 +28,7 @@ def test_a_matmul_before_every_publish(tp: int, rows: int) -> None:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle)):
             torch.matmul(activation, weight, out=product)  # loads cuBLAS's kernel and makes its workspace
         stream.synchronize()
-        group.threads.barrier()
+        group.barrier()
         for _ in range(100):
             with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle)):
                 for _ in range(1 + rank % 3):  # ranks arrive at different times

@@ -176,6 +176,20 @@ class Communicator:
         bridge.check(lib, status, f"communicator, rank {rank} of {tp_size}")
         return cls(lib, handle, bridge)
 
+    @classmethod
+    def self_loop(
+        cls, *, tp_size: int, device: int, hidden_size: int, capacity: int = 64, timeout_s: float = 60.0
+    ) -> Communicator:
+        """One rank that plays its whole group: every peer's contribution is its own.
+
+        For measuring everything but the link, and for sanitizers, under which ranks cannot run side by side.
+        """
+        lib = library()
+        config = _config(tp_size, 0, device, hidden_size, capacity, 1, "raise", "auto", timeout_s, ())
+        handle = ctypes.c_void_p()
+        lib.check(lib.mhcCommCreateSelfLoop(ctypes.byref(handle), ctypes.byref(config)), "self-loop communicator")
+        return cls(lib, handle)
+
     # ---- life ---------------------------------------------------------------------------------------------------
 
     @property
@@ -246,6 +260,18 @@ class Communicator:
         status = self._library.mhcAllReduce(self.handle, lane, x.pointer, out.pointer, rows, stream.handle)
         self._check(status, "all-reduce", lane)
         return out
+
+    def publish(self, x: DeviceArray, *, stream: Stream, lane: int = 0) -> None:
+        """Stores `x` [M, H] bf16 into every rank's mailbox, as a producer does for `boundary(published=True)`.
+
+        Raises:
+            ValueError: a shape or dtype is wrong.
+            InvalidArgumentError: more rows than the capacity.
+            MailboxError: the lane is in error.
+        """
+        rows = _rows(x, self.info.hidden_size)
+        _expect("x", x, (rows, self.info.hidden_size), _BF16)
+        self._check(self._library.mhcPublish(self.handle, lane, x.pointer, rows, stream.handle), "publish", lane)
 
     def boundary(
         self,

@@ -276,6 +276,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int,
         [ctypes.POINTER(_COMM), ctypes.POINTER(CCommConfig), AllGatherFn, ctypes.c_void_p],
     ),
+    "mhcCommCreateSelfLoop": (ctypes.c_int, [ctypes.POINTER(_COMM), ctypes.POINTER(CCommConfig)]),
     "mhcCommDestroy": (ctypes.c_int, [_COMM]),
     "mhcCommReset": (ctypes.c_int, [_COMM]),
     "mhcCommStatus": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.POINTER(CErrorRecord)]),
@@ -283,6 +284,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "mhcCommSetCurrent": (ctypes.c_int, [_COMM, ctypes.c_int32]),
     "mhcMxfp8ScaleBytes": (ctypes.c_size_t, [ctypes.c_int32, ctypes.c_int32]),
     "mhcBoundary": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.POINTER(CBoundaryArgs), ctypes.c_void_p]),
+    "mhcPublish": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
     "mhcBoundaryLocal": (ctypes.c_int, [ctypes.c_int32, ctypes.POINTER(CBoundaryArgs), ctypes.c_void_p]),
     "mhcAllReduce": (
         ctypes.c_int,

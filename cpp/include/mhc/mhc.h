@@ -103,6 +103,9 @@ MHC_API mhcStatus mhcCommCreateThreads(mhcComm_t* comm, mhcCommConfig const* con
 // Collective. Ranks meet through the caller's all-gather (mpi4py, torch.distributed, multiprocessing, ...).
 MHC_API mhcStatus
 mhcCommCreateAllGather(mhcComm_t* comm, mhcCommConfig const* config, mhcAllGatherFn allGather, void* context);
+// One rank that plays its whole group: what it stores for a peer lands in its own mailbox as that peer's contribution,
+// so that all contributions equal its own. For measurements without a link and for sanitizers; `rank` is 0.
+MHC_API mhcStatus mhcCommCreateSelfLoop(mhcComm_t* comm, mhcCommConfig const* config);
 // Collective unless the lanes are in error. Waits for the device's work, then frees.
 MHC_API mhcStatus mhcCommDestroy(mhcComm_t comm);
 // Collective: quiesces, refills every lane, forgets errors, tickets and pending publishes.
@@ -161,6 +164,9 @@ typedef struct mhcBoundaryArgs {
 
 MHC_API size_t mhcMxfp8ScaleBytes(int32_t rows, int32_t hidden);
 MHC_API mhcStatus mhcBoundary(mhcComm_t comm, int32_t lane, mhcBoundaryArgs const* args, void* stream);
+// Stores x into the mailbox, as a producer does for a boundary with published = 1, which must be the lane's next call.
+// At most `capacity` rows.
+MHC_API mhcStatus mhcPublish(mhcComm_t comm, int32_t lane, void const* x, int32_t rows, void* stream);
 // The same arithmetic with this rank's contribution alone: tp_size 1, and a plugin whose phase gate is closed.
 MHC_API mhcStatus mhcBoundaryLocal(int32_t hidden, mhcBoundaryArgs const* args, void* stream);
 // sum = the fp32 sum in rank order, rounded once to bf16. x and sum may not overlap.
