@@ -71,8 +71,9 @@ def test_every_bf16_pattern_as_payload(tp: int) -> None:
 def test_extreme_magnitudes(scale: float) -> None:
     """Subnormals survive (no flush to zero); overflow gives infinities and NaN where the reference has them."""
     inputs = make_inputs(np.random.default_rng(3), 2, 4, 5120)
-    xs = [(x.astype(np.float32) * np.float32(scale)).astype(BF16) for x in inputs.xs]
-    residual = (inputs.residual.astype(np.float32) * np.float32(scale)).astype(BF16)
+    with np.errstate(over="ignore"):
+        xs = [(x.astype(np.float32) * np.float32(scale)).astype(BF16) for x in inputs.xs]
+        residual = (inputs.residual.astype(np.float32) * np.float32(scale)).astype(BF16)
     inputs = replace(inputs, xs=xs, residual=residual)
     expected = inputs.expected()
 
@@ -172,8 +173,7 @@ def test_mxfp8_layer_input(rows: int, hidden: int) -> None:
     inputs = replace(inputs, gamma=gamma)
     expected = inputs.expected()
     assert expected[1] is not None
-    data, scales = reference.quantize(expected[1])
-    swizzled = reference.swizzle_scales(scales)
+    data, swizzled = reference.quantize(expected[1])
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         call = DeviceInputs(inputs, rank)

@@ -293,6 +293,8 @@ class Stream:
         captured = call("cudaStreamEndCapture", self.handle)
         try:
             graph._executable = call("cudaGraphInstantiate", captured, 0)
+            # Otherwise the first launch would allocate, and an allocation can wait for a peer's kernel on the device.
+            call("cudaGraphUpload", graph._executable, self.handle)
             _, graph.nodes = call("cudaGraphGetNodes", captured)
         finally:
             call("cudaGraphDestroy", captured)
@@ -418,6 +420,9 @@ class DeviceArray:
     def _copy(self, target: int, source: int, kind: str, stream: Stream | None) -> None:
         handle = _PER_THREAD_STREAM if stream is None else stream.handle
         if self.nbytes:
+            # A copy from or to pageable memory blocks in the driver until the stream gets to it, and keeps other threads
+            # from launching meanwhile: behind a kernel that waits for such a thread's rank, neither would go on.
+            _wait("cudaStreamQuery", handle, DEFAULT_TIMEOUT_S, f"work before a copy of {self.nbytes} bytes")
             call("cudaMemcpyAsync", target, source, self.nbytes, getattr(runtime().cudaMemcpyKind, kind), handle)
             _wait("cudaStreamQuery", handle, DEFAULT_TIMEOUT_S, f"copy of {self.nbytes} bytes")
 
