@@ -120,6 +120,8 @@ def _run(options: DemoOptions, findings: Findings, steps: Steps, tensorrt_versio
         maker.make(jobs.fused(), 0)
     steps.console.print(jobs.reports[0].table())
     _note_report(jobs, config, findings)
+    if findings.failures:
+        return  # nothing to compare: the networks are not what they should be
 
     inputs = _generate_inputs(options, config)
     if no_engines is None:
@@ -423,7 +425,17 @@ def _note_agreement(
 
 
 def _summarise(findings: Findings, console: Console) -> None:
-    record = findings.record
+    if "unfused_agreement" in findings.record:
+        console.print(_table(findings.record))
+    for failure in findings.failures[:20]:
+        console.print(f"[red]failed:[/] {escape(failure)}")
+    if len(findings.failures) > 20:
+        console.print(f"[red]... and {len(findings.failures) - 20} more[/]")
+    if not findings.failures:
+        console.print("[green]Every comparison holds.[/]")
+
+
+def _table(record: Mapping[str, Any]) -> Table:
     table = Table(show_header=False)
     bits = record.get("boundaries_bit_equal_to_reference")
     kinds = f"{record['boundaries_full']} full, {record['boundaries_residual_only']} residual-only"
@@ -444,13 +456,7 @@ def _summarise(findings: Findings, console: Console) -> None:
         )
     for name, text in rows.items():
         table.add_row(name, text)
-    console.print(table)
-    for failure in findings.failures[:20]:
-        console.print(f"[red]failed:[/] {escape(failure)}")
-    if len(findings.failures) > 20:
-        console.print(f"[red]... and {len(findings.failures) - 20} more[/]")
-    if not findings.failures:
-        console.print("[green]Every comparison holds.[/]")
+    return table
 
 
 def _driver() -> str | None:

@@ -191,6 +191,7 @@ class EngineGroup:
                 for _ in range(passes):
                     self._enqueue(index)
             rank.graph = graph
+            self._synchronize(rank)
 
         self._group.run(work, timeout_s=self._timeout_s)
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 
-def test_row_range_is_checked() -> None:
-    pytest.importorskip("tensorrt")
+def test_row_range_is_checked(trt: Any) -> None:
     from trtllm_mhc.runtime.build import RowRange
 
     for bad in ((0, 1, 2), (2, 1, 3), (1, 4, 3)):
