@@ -420,8 +420,8 @@ class DeviceArray:
     def _copy(self, target: int, source: int, kind: str, stream: Stream | None) -> None:
         handle = _PER_THREAD_STREAM if stream is None else stream.handle
         if self.nbytes:
-            # A copy from or to pageable memory blocks in the driver until the stream gets to it, and keeps other threads
-            # from launching meanwhile: behind a kernel that waits for such a thread's rank, neither would go on.
+            # A copy from or to pageable memory blocks in the driver until the stream gets to it, and keeps other
+            # threads from launching meanwhile: behind a kernel that waits for such a thread's rank, neither goes on.
             _wait("cudaStreamQuery", handle, DEFAULT_TIMEOUT_S, f"work before a copy of {self.nbytes} bytes")
             call("cudaMemcpyAsync", target, source, self.nbytes, getattr(runtime().cudaMemcpyKind, kind), handle)
             _wait("cudaStreamQuery", handle, DEFAULT_TIMEOUT_S, f"copy of {self.nbytes} bytes")
