@@ -517,7 +517,7 @@ void Communicator::quiesce() {
 }
 
 void Communicator::barrier() {
-    bootstrap_->gather(int32_t{1}, settings_.tpSize);
+    if (bootstrap_ != nullptr) bootstrap_->gather(int32_t{1}, settings_.tpSize);
 }
 
 // Every word of the mailbox to "not arrived", every lane to its first call; complete when it returns.

@@ -97,8 +97,9 @@ class DeviceInputs:
         self.residual.copy_from(inputs.residual, stream)
         self.post.copy_from(inputs.post, stream)
         self.comb.copy_from(inputs.comb, stream)
-        if self.pre is not None and inputs.pre is not None:
+        if self.pre is not None and self.gamma is not None and inputs.pre is not None and inputs.gamma is not None:
             self.pre.copy_from(inputs.pre, stream)
+            self.gamma.copy_from(inputs.gamma, stream)
 
     def boundary(self, communicator: Communicator, stream: Stream, **options: Any) -> BoundaryOutputs:
         """Enqueues; `options` replace arguments of `Communicator.boundary`."""
