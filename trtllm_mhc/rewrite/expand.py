@@ -104,8 +104,8 @@ class _Expander:
         self.bf16_arithmetic = False
         self.extra_roundings: list[Value] = []
 
-    def wide(self, value: Value, index: Index, root: bool = False) -> list[Term]:
-        """Terms of an operand."""
+    def wide(self, value: Value, index: Index, *, root: bool = False, summand: bool = False) -> list[Term]:
+        """Terms of an operand. A bfloat16 summand is looked into: it may be a partial sum that was rounded."""
         self.steps += 1
         if self.steps > _MAX_STEPS:
             raise _TooComplexError
@@ -115,14 +115,14 @@ class _Expander:
         if node is None or value is self.origin:
             return [_leaf(value, index)]
         if value.dtype != trt.float32 and not root:
-            if value not in self.inside:
+            if value not in self.inside and not summand:
                 return [_leaf(value, index)]
             if node.op is Op.CAST:
                 if value not in self.extra_roundings:
                     self.extra_roundings.append(value)
                 return self.arithmetic(node.operands[0], index)
         if node.op is Op.CAST:
-            return self.wide(node.operands[0], index)
+            return self.wide(node.operands[0], index, summand=summand)
         return self.arithmetic(value, index)
 
     def arithmetic(self, value: Value, index: Index) -> list[Term]:
@@ -165,11 +165,10 @@ class _Expander:
                 return None
             divisor = Term(1.0, (Factor(_names(b, index_b), reciprocal=True),))
             return [term.times(divisor) for term in self.wide(a, index_a)]
-        left, right = self.wide(a, index_a), self.wide(b, index_b)
         if node.op is Op.ADD:
             self.adds = True
-            return left + right
-        return [x.times(y) for x in left for y in right]
+            return self.wide(a, index_a, summand=True) + self.wide(b, index_b, summand=True)
+        return [x.times(y) for x in self.wide(a, index_a) for y in self.wide(b, index_b)]
 
     def _reduce(self, node: Node, index: Index) -> list[Term] | None:
         value, layer = node.operands[0], node.layer
@@ -180,7 +179,7 @@ class _Expander:
         axis, size = reduced[0], sizes[0]
         rest = index[axis + 1 :] if layer.keep_dims else index[axis:]
         scale = 1.0 / size if node.op is Op.MEAN else 1.0
-        terms = [term for k in range(size) for term in self.wide(value, (*index[:axis], k, *rest))]
+        terms = [term for k in range(size) for term in self.wide(value, (*index[:axis], k, *rest), summand=True)]
         return [Term(term.scale * scale, term.factors) for term in terms]
 
     def _matmul(self, node: Node, index: Index) -> list[Term] | None:

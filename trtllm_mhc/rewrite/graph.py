@@ -287,7 +287,7 @@ def constant_array(value: Value) -> Array | None:
 def scalar_constant(value: Value) -> float | None:
     """The value of a constant whose elements are all equal, or None."""
     elements = constant_array(value)
-    if elements is None or elements.size == 0 or not (elements == elements.flat[0]).all():
+    if elements is None or elements.size == 0 or len(np.unique(elements)) != 1:
         return None
     return float(elements.flat[0])
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorrt as trt
 
 from trtllm_mhc.network import plugins
+from trtllm_mhc.reference.compare import agreement_factor
 from trtllm_mhc.rewrite.graph import Graph, Node, Value
 from trtllm_mhc.rewrite.match import AllReduce, Boundary, Collapse, Norm
 from trtllm_mhc.rewrite.report import Reason, Status
@@ -48,8 +49,10 @@ class FuseOptions:
             raise ValueError(f"FuseOptions: group: expected {self.tp_size} ranks as in tp_size, got {self.group}")
         if len(set(self.group)) != len(self.group):
             raise ValueError(f"FuseOptions: group: expected distinct ranks, got {self.group}")
-        if self.rank < -1:
-            raise ValueError(f"FuseOptions: rank: expected -1 (the communicator's) or an index, got {self.rank}")
+        if self.rank < -1 or (self.tp_size is not None and self.rank >= self.tp_size):
+            raise ValueError(
+                f"FuseOptions: rank: expected -1 (the communicator's) or an index in the group, got {self.rank}"
+            )
         if self.unlabelled_collectives not in ("refuse", "all_reduce_sum"):
             raise ValueError(
                 "FuseOptions: unlabelled_collectives: expected 'refuse' or 'all_reduce_sum', "
@@ -174,7 +177,13 @@ def _check_post(graph: Graph, boundary: Boundary) -> Iterator[Reason]:
     hidden = post.streams.shape[-1]
     if hidden not in plugins.HIDDEN_SIZES:
         yield Reason("hidden_size", f"The hidden size is {hidden}.", f"The plugin has {_words(plugins.HIDDEN_SIZES)}.")
-    if post.expansion.extra_roundings or post.expansion.bf16_arithmetic:
+    if post.addends:
+        yield Reason(
+            "addend",
+            f"{post.addends[0].name!r} is added to the all-reduce's result before it is mixed into the streams.",
+            "Add a bias to one rank's summand, before the all-reduce.",
+        )
+    elif post.expansion.extra_roundings or post.expansion.bf16_arithmetic:
         where = [repr(value.name) for value in post.expansion.extra_roundings] or [repr(post.streams.name)]
         yield Reason(
             "extra_rounding",
@@ -417,14 +426,14 @@ def _exactness(plan: Plan) -> Iterator[str]:
     hc = plan.boundary.post.hc
     yield (
         "streams: the same sum in another order; equal, one bfloat16 ulp apart, or within "
-        f"{2 * (hc + 1)} * 2^-24 * sum of |terms| before rounding"
+        f"{agreement_factor(hc + 1):.0f} * 2^-24 * sum of |terms| before rounding"
     )
     if plan.boundary.all_reduce.form != "MhcAllReduce":
         yield "all-reduce: summed in rank order; the replaced layer has an order of its own"
     if plan.collapse is not None:
         yield (
             "collapse: the same sum in another order; equal, one bfloat16 ulp apart, or within "
-            f"{2 * hc} * 2^-24 * sum of |terms| before rounding"
+            f"{agreement_factor(hc):.0f} * 2^-24 * sum of |terms| before rounding"
         )
     if plan.norm is not None:
         ulps = 2 if plan.norm.scale_after_rounding else 1

@@ -67,6 +67,7 @@ class Post:
 
     Attributes:
         comb_transposed: whether ``comb`` is stored [target, source].
+        addends: what is added to the all-reduce's result before it is mixed in.
         path: the layers that compute ``streams`` from the all-reduce's result.
     """
 
@@ -77,6 +78,7 @@ class Post:
     comb_transposed: bool
     path: frozenset[Node]
     expansion: Expansion
+    addends: tuple[Value, ...] = ()
 
     @property
     def hc(self) -> int:
@@ -255,31 +257,28 @@ def _match_post(streams: Value, reduced: Value, inside: Collection[Value]) -> Po
     posts: dict[int, Factor] = {}
     combs: dict[tuple[int, int], Factor] = {}
     residuals: dict[tuple[int, int], Factor] = {}
+    addends: dict[Value, None] = {}
     first: Expansion | None = None
     for target in range(hc):
         expansion = expand(streams, (*tokens, target, HIDDEN), reduced, inside)
-        if expansion is None or len(expansion.terms) != hc + 1:
+        if expansion is None or len(expansion.terms) <= hc:
             return None
         first = first or expansion
-        mixed = []
-        for term in expansion.terms:
-            pair = _product(term)
-            if pair is None:
-                return None
-            wide, coefficient = pair
-            at = wide.index_in(reduced)
-            if at is None:
-                mixed.append(pair)
-            elif target in posts or not is_element(reduced, at, HIDDEN):
-                return None
-            else:
-                posts[target] = coefficient
-        if target not in posts or len(mixed) != hc:
+        pairs = [pair for term in expansion.terms if (pair := _product(term)) is not None]
+        own = [pair for pair in pairs if pair[0].index_in(reduced) is not None]
+        if len(pairs) < len(expansion.terms) or len(own) != 1 or not _is_token(reduced, own[0][0]):
             return None
-        for source_index, (wide, coefficient) in enumerate(mixed):
-            residuals[source_index, target] = wide
-            combs[source_index, target] = coefficient
-    return _assemble_post(streams, inside, posts, combs, residuals, first)
+        posts[target] = own[0][1]
+        # What has the weight of the all-reduce's result was added to it.
+        added = [pair for pair in pairs if pair[1] == posts[target] and pair is not own[0]]
+        addends |= dict.fromkeys(wide.names[0][0] for wide, _ in added)
+        mixed = [pair for pair in pairs if pair[1] != posts[target]]
+        if len(mixed) != hc:
+            return None
+        for position, (wide, coefficient) in enumerate(mixed):
+            residuals[position, target] = wide
+            combs[position, target] = coefficient
+    return _assemble_post(streams, inside, posts, combs, residuals, first, tuple(addends))
 
 
 def _assemble_post(
@@ -289,6 +288,7 @@ def _assemble_post(
     combs: dict[tuple[int, int], Factor],
     residuals: dict[tuple[int, int], Factor],
     expansion: Expansion | None,
+    addends: tuple[Value, ...],
 ) -> Post | None:
     """The post, if the factors are the elements of one tensor each."""
     assert expansion is not None
@@ -312,7 +312,7 @@ def _assemble_post(
         if post is None or comb is None:
             continue
         path = _path(streams, inside)
-        return Post(streams, residual, post, comb, transposed, path, expansion)
+        return Post(streams, residual, post, comb, transposed, path, expansion, addends)
     return None
 
 
@@ -404,6 +404,12 @@ def _product(term: Term) -> tuple[Factor, Factor] | None:
     if a.is_wide == b.is_wide:
         return None
     return (a, b) if a.is_wide else (b, a)
+
+
+def _is_token(value: Value, factor: Factor) -> bool:
+    """Whether a wide factor is the token's element of ``value``."""
+    index = factor.index_in(value)
+    return index is not None and is_element(value, index, HIDDEN)
 
 
 def _stream(streams: Value, factor: Factor, *last: Axis) -> int | None:

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every reason to refuse a boundary, met through the public entry; a refused network is not touched."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def forms(trt):
+    import rewrite_forms
+
+    return rewrite_forms
+
+
+@pytest.fixture
+def writer(forms, network):
+    """Makes a writer on the test's network."""
+    return lambda **form: forms.Writer(network, forms.Form(**form))
+
+
+@pytest.fixture
+def refused(forms, network):
+    """Runs the pass and checks that it refuses all boundaries for this one reason, and changes nothing."""
+    from trtllm_mhc.rewrite import FuseOptions, fuse_boundaries
+
+    def refused(code, boundaries=1, **options):
+        before = forms.snapshot(network)
+        report = fuse_boundaries(network, FuseOptions(**options))
+        assert forms.snapshot(network) == before
+        assert [entry.status for entry in report.found] == ["refused"] * boundaries
+        assert [[reason.code for reason in entry.reasons] for entry in report.found] == [[code]] * boundaries
+        for entry in report.found:
+            (reason,) = entry.reasons
+            assert reason.what.endswith((".", ")."))
+            assert reason.remedy.endswith(".")
+        assert report.exit_code() == report.exit_code(require=1) == 1
+        return report
+
+    return refused
+
+
+@pytest.fixture
+def needs_collectives(trt):
+    if not hasattr(trt, "IDistCollectiveLayer"):
+        pytest.skip(f"TensorRT {trt.__version__} has no DIST_COLLECTIVE layer")
+
+
+def means(writer, streams):
+    """Weights [M, hc] f32 computed from streams."""
+    import tensorrt as trt
+
+    return writer.sum(writer.wide(streams), -1, operation=trt.ReduceOperation.AVG)
+
+
+# The all-reduce.
+
+
+@pytest.mark.usefixtures("needs_collectives")
+def test_unlabelled_collective(writer, forms, network, refused):
+    forms.write_boundary(network, forms.Form(all_reduce="unlabelled"))
+    refused("collective_unknown")
+
+
+@pytest.mark.usefixtures("needs_collectives")
+def test_unlabelled_collective_with_the_callers_word(forms, network):
+    from trtllm_mhc.rewrite import FuseOptions, fuse_boundaries
+
+    forms.write_boundary(network, forms.Form(all_reduce="unlabelled"))
+    report = fuse_boundaries(network, FuseOptions(unlabelled_collectives="all_reduce_sum"))
+    assert (report.full, report.found[0].tp_size) == (1, 2)
+
+
+@pytest.mark.usefixtures("needs_collectives")
+def test_collective_of_unknown_size(writer, forms, network, refused):
+    forms.write_boundary(network, forms.Form(all_reduce="unlabelled", tp_size=1))
+    refused("group_unknown", unlabelled_collectives="all_reduce_sum")
+
+
+@pytest.mark.usefixtures("needs_collectives")
+def test_group_of_three(forms, network, refused):
+    forms.write_boundary(network, forms.Form(all_reduce="dist_collective", tp_size=3))
+    refused("tp_size")
+
+
+@pytest.mark.usefixtures("needs_collectives")
+def test_rank_outside_the_group(forms, network, refused):
+    forms.write_boundary(network, forms.Form(all_reduce="dist_collective"))
+    refused("rank", rank=2)
+
+
+@pytest.mark.usefixtures("needs_collectives")
+def test_collective_that_is_no_sum_is_no_boundary(trt, writer, forms, network):
+    from trtllm_mhc.network.collectives import read_collective
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    forms.write_boundary(network, forms.Form(all_reduce="dist_collective"))
+    (layer,) = [layer for layer in forms.live_layers(network) if layer.type == trt.LayerType.DIST_COLLECTIVE]
+    layer.metadata = layer.metadata.replace("SUM", "MAX")
+    assert read_collective(layer).reduction == "MAX"
+    report = fuse_boundaries(network)
+    assert (report.found, report.other_all_reduces) == ((), ())
+
+
+@pytest.mark.parametrize("options", [{"group": (2, 3)}, {"tp_size": 4}, {"tp_size": 2, "group": (1, 0)}])
+def test_group_differs(forms, network, refused, options):
+    forms.write_boundary(network, forms.Form())
+    refused("group_differs", **options)
+
+
+# What hangs on the all-reduce's result.
+
+
+def test_result_is_an_output(writer, refused):
+    w = writer()
+    inputs = w.inputs()
+    reduced = w.all_reduce(inputs["x"])
+    streams = w.post(reduced, *(inputs[name] for name in ("residual", "post", "comb")))
+    w.output(streams=streams, reduced=reduced)
+    refused("network_output")
+
+
+def test_result_is_a_debug_tensor(writer, network, refused):
+    w = writer()
+    inputs = w.inputs()
+    reduced = w.all_reduce(inputs["x"])
+    w.output(streams=w.post(reduced, *(inputs[name] for name in ("residual", "post", "comb"))))
+    assert network.mark_debug(reduced)
+    refused("debug_tensor")
+
+
+def test_result_has_another_reader(writer, refused):
+    w = writer()
+    inputs = w.inputs()
+    reduced = w.all_reduce(inputs["x"])
+    streams = w.post(reduced, *(inputs[name] for name in ("residual", "post", "comb")))
+    w.output(streams=streams, other=w.mul(reduced, reduced))
+    refused("extra_consumer")
+
+
+def test_result_has_a_reader_that_nothing_needs(writer):
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    w = writer()
+    inputs = w.inputs()
+    reduced = w.all_reduce(inputs["x"])
+    w.output(streams=w.post(reduced, *(inputs[name] for name in ("residual", "post", "comb"))))
+    w.mul(reduced, reduced)
+    assert fuse_boundaries(w.network).residual_only == 1
+
+
+def test_wide_result_has_another_reader(trt, forms, writer, network, refused):
+    forms.write_boundary(network, forms.Form())
+    (reduced,) = [layer.get_output(0) for layer in forms.live_layers(network) if layer.type == trt.LayerType.PLUGIN_V3]
+    (wide,) = [
+        layer.get_output(0)
+        for layer in forms.live_layers(network)
+        if layer.type == trt.LayerType.CAST and layer.get_input(0) is reduced
+    ]
+    writer().output(other=writer().mul(wide, wide))
+    refused("extra_consumer")
+
+
+def test_two_posts(writer, refused):
+    w = writer()
+    inputs = w.inputs()
+    reduced = w.all_reduce(inputs["x"])
+    residual, post, comb = (inputs[name] for name in ("residual", "post", "comb"))
+    w.output(a=w.post(reduced, residual, post, comb), b=w.post(reduced, residual, inputs["pre"], comb))
+    refused("two_posts")
+
+
+def test_bias(trt, writer, forms, network, refused):
+    from trtllm_mhc.network import ops
+
+    w = writer()
+    inputs = w.inputs()
+    bias = ops.constant(network, np.ones((1, forms.HIDDEN), forms.BFLOAT16))
+    reduced = w.add(w.all_reduce(inputs["x"]), bias)
+    w.output(streams=w.post(reduced, *(inputs[name] for name in ("residual", "post", "comb"))))
+    refused("addend")
+
+
+# The post-mix.
+
+
+@pytest.mark.parametrize("hc", [2, 3, 5, 8])
+def test_other_numbers_of_streams(forms, network, refused, hc):
+    forms.write_boundary(network, forms.Form(hc=hc))
+    refused("streams")
+
+
+@pytest.mark.usefixtures("needs_collectives")
+@pytest.mark.parametrize("hidden", [64, 4104, 6144])
+def test_other_hidden_sizes(forms, network, refused, hidden):
+    forms.write_boundary(network, forms.Form(hidden=hidden, all_reduce="dist_collective"))
+    refused("hidden_size")
+
+
+def test_mixes_in_bfloat16(trt, forms, network, refused):
+    """Coefficients that were rounded are widened again: the plugin takes the widened ones."""
+    from trtllm_mhc.network import ops
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    post = ops.cast(network, ops.cast(network, inputs["post"], trt.bfloat16), trt.float32)
+    w.output(streams=w.post(w.all_reduce(inputs["x"]), inputs["residual"], post, inputs["comb"]))
+    assert fuse_boundaries(network).residual_only == 1
+
+
+@pytest.mark.parametrize("what", ["residual", "streams"])
+def test_streams_in_float32(trt, forms, network, refused, what):
+    from trtllm_mhc.network import ops
+
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    residual = inputs["residual"]
+    if what == "residual":
+        residual = network.add_input("wide_residual", trt.float32, residual.shape)
+    else:
+        w.narrow = lambda x: x
+    streams = w.post(w.all_reduce(inputs["x"]), residual, inputs["post"], inputs["comb"])
+    assert streams.dtype == (trt.bfloat16 if what == "residual" else trt.float32)
+    w.output(streams=ops.cast(network, ops.add(network, streams, streams), trt.float32))
+    refused("dtype")
+
+
+@pytest.mark.usefixtures("needs_collectives")
+def test_sum_in_float32(trt, forms, network, refused):
+    w = forms.Writer(network, forms.Form(all_reduce="dist_collective"))
+    inputs = w.inputs()
+    streams = w.post(w.all_reduce(w.wide(inputs["x"])), inputs["residual"], inputs["post"], inputs["comb"])
+    w.output(streams=streams)
+    refused("dtype")
+
+
+def test_post_in_bfloat16(trt, forms, network, refused):
+    from trtllm_mhc.network import ops
+
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    w.wide = lambda x: x
+    w.narrow = lambda x: x
+    post, comb = (ops.cast(network, inputs[name], trt.bfloat16) for name in ("post", "comb"))
+    w.output(streams=w.post(w.all_reduce(inputs["x"]), inputs["residual"], post, comb))
+    report_codes = {"dtype", "extra_rounding"}
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    before = forms.snapshot(network)
+    (entry,) = fuse_boundaries(network).found
+    assert {reason.code for reason in entry.reasons} == report_codes
+    assert forms.snapshot(network) == before
+
+
+def test_post_rounded_on_the_way(forms, network, refused):
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    lead = 1
+    own = w.mul(w.unsqueeze(w.wide(w.all_reduce(inputs["x"])), lead), w.unsqueeze(inputs["post"], lead + 1))
+    mixed = w.matmul(inputs["comb"], "TRANSPOSE", w.wide(inputs["residual"]), "NONE")
+    w.output(streams=w.narrow(w.add(w.wide(w.narrow(own)), mixed)))
+    refused("extra_rounding")
+
+
+def test_in_a_loop(trt, forms, network, refused):
+    from trtllm_mhc.network import ops
+
+    w = forms.Writer(network, forms.Form(batch="static"))
+    inputs = w.inputs()
+    loop = network.add_loop()
+    trips = ops.constant(network, np.array(3, np.int32))
+    loop.add_trip_limit(trips, trt.TripLimit.COUNT)
+    carried = loop.add_recurrence(inputs["residual"])
+    streams = w.post(w.all_reduce(inputs["x"]), carried.get_output(0), inputs["post"], inputs["comb"])
+    carried.set_input(1, streams)
+    result = loop.add_loop_output(carried.get_output(0), trt.LoopOutput.LAST_VALUE)
+    w.output(result=result.get_output(0))
+    refused("loop")
+
+
+def test_shape_that_nothing_tells(trt, forms, network, refused):
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    sizes = network.add_shape(network.add_input("like", trt.bfloat16, (-1, -1, 4, forms.HIDDEN))).get_output(0)
+
+    def narrow_in_another_shape(x):
+        layer = network.add_shuffle(x)
+        layer.set_input(1, sizes)
+        return forms.Writer.narrow(w, layer.get_output(0))
+
+    w.narrow = narrow_in_another_shape
+    w.output(streams=w.post(w.all_reduce(inputs["x"]), inputs["residual"], inputs["post"], inputs["comb"]))
+    refused("shape")
+
+
+# The collapse and the norm.
+
+
+def entry_of(writer, inputs, pre=None, **parts):
+    """A boundary with some tensors or parts replaced; returns streams and layer input."""
+    streams = writer.post(writer.all_reduce(inputs["x"]), inputs["residual"], inputs["post"], inputs["comb"])
+    pre = inputs["pre"] if pre is None else pre(streams)
+    norm = parts.get("norm", writer.norm)
+    gamma = parts.get("gamma", lambda streams: inputs["gamma"])(streams)
+    return streams, norm(writer.collapse(streams, pre), gamma)
+
+
+def test_newly_computed_pre(writer, refused):
+    w = writer()
+    streams, layer_input = entry_of(w, w.inputs(), pre=lambda streams: means(w, streams))
+    w.output(streams=streams, layer_input=layer_input)
+    report = refused("newly_computed_pre")
+    assert "V4" in report.found[0].reasons[0].what
+
+
+def test_newly_computed_pre_of_the_real_coefficients(trt, network, writer, refused):
+    from trtllm_mhc.network import functional
+
+    w = writer()
+    rng = np.random.default_rng(0)
+    fn = rng.standard_normal((24, 4 * w.form.hidden)).astype(np.float32)
+    eps = {"rms_norm_eps": 1e-20, "hc_eps": 1e-6, "post_alpha": 2.0, "sinkhorn_iters": 2}
+
+    def new_pre(streams):
+        ones = np.ones(24, np.float32)
+        return functional.mhc_coefficients(network, streams, fn, ones[:3], ones, **eps)[2]
+
+    streams, layer_input = entry_of(w, w.inputs(), pre=new_pre)
+    w.output(streams=streams, layer_input=layer_input)
+    refused("newly_computed_pre")
+
+
+def test_layer_norm(trt, writer, network, refused):
+    from trtllm_mhc.network import ops
+
+    w = writer()
+
+    def layer_norm(collapsed, gamma):
+        scale = w.wide(ops.reshape(network, gamma, (1, w.form.hidden)))
+        bias = ops.constant(network, np.zeros((1, w.form.hidden), np.float32))
+        layer = network.add_normalization(w.wide(collapsed), scale, bias, 1 << 1)
+        layer.epsilon = 1e-6
+        return w.narrow(ops.output(layer, "normalization"))
+
+    streams, layer_input = entry_of(w, w.inputs(), norm=layer_norm)
+    w.output(streams=streams, layer_input=layer_input)
+    refused("norm_subtracts_mean")
+
+
+def test_eps_is_an_input(trt, writer, network, refused):
+    w = writer()
+    eps = network.add_input("eps", trt.float32, (1, 1))
+    w.scalar = lambda value, rank: eps
+    streams, layer_input = entry_of(w, w.inputs())
+    w.output(streams=streams, layer_input=layer_input)
+    refused("eps_not_constant")
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("inf"), float("nan")])
+def test_eps_out_of_range(forms, network, refused, eps):
+    forms.write_boundary(network, forms.Form(eps=eps))
+    refused("eps")
+
+
+@pytest.mark.parametrize("what", ["gamma", "pre"])
+def test_dtypes_of_the_entry(trt, forms, network, refused, what):
+    from trtllm_mhc.network import ops
+
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    if what == "gamma":
+        inputs["gamma"] = network.add_input("wide_gamma", trt.float32, (forms.HIDDEN,))
+    else:
+        half = network.add_input("narrow_pre", trt.bfloat16, (-1, 4))
+        inputs["pre"] = half
+        w.collapse = lambda streams, pre: w.narrow(
+            ops.output(network.add_einsum([half, streams], "mi,mih->mh"), "einsum")
+        )
+    streams, layer_input = w.boundary(**inputs)
+    w.output(streams=streams, layer_input=layer_input)
+    if what == "gamma":
+        refused("dtype")
+    else:
+        from trtllm_mhc.rewrite import fuse_boundaries
+
+        (entry,) = fuse_boundaries(network).found
+        assert (entry.status, [note.code for note in entry.notes]) == ("residual_only", ["collapse_extra_rounding"])
+
+
+def test_gamma_from_the_streams(trt, writer, refused):
+    w = writer()
+    streams, layer_input = entry_of(w, w.inputs(), gamma=lambda streams: w.narrow(w.sum(w.sum(w.wide(streams), 1), 0)))
+    w.output(streams=streams, layer_input=layer_input)
+    refused("gamma_depends")
+
+
+# Several boundaries.
+
+
+def two_chains(trt, network, forms, cross):
+    """Two boundaries on the same inputs, neither of which waits for the other."""
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    streams = []
+    for k in range(2):
+        x = w.mul(inputs["x"], inputs["x"]) if k else inputs["x"]
+        streams.append(w.post(w.all_reduce(x), inputs["residual"], inputs["post"], inputs["comb"]))
+    pres = [means(w, each) for each in reversed(streams)] if cross else [inputs["pre"]] * 2
+    for k in range(2):
+        layer_input = w.norm(w.collapse(streams[k], pres[k]), inputs["gamma"])
+        w.output(**{f"streams_{k}": streams[k], f"layer_input_{k}": layer_input})
+
+
+def test_pre_mixes_of_each_others_streams(trt, network, forms, refused):
+    two_chains(trt, network, forms, cross=True)
+    refused("cycle", boundaries=2)
+
+
+def test_independent_chains_on_one_group(trt, network, forms):
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    two_chains(trt, network, forms, cross=False)
+    report = fuse_boundaries(network)
+    assert [entry.status for entry in report.found] == ["full", "refused"]
+    assert [reason.code for reason in report.found[1].reasons] == ["unordered"]
+
+
+def test_every_reason_is_met_here(trt):
+    """Every code in the source is in a test."""
+    from trtllm_mhc.rewrite import legality
+
+    codes = {
+        code
+        for path in Path(legality.__file__).parent.glob("*.py")
+        for code in re.findall(r'Reason\(\s*"(\w+)"', path.read_text())
+    }
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert len(codes) > 20
+    assert {code for code in codes if f'"{code}"' not in tests} == set()
