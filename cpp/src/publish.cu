@@ -137,7 +137,9 @@ __global__ void __launch_bounds__(32)
     gateKernel(__grid_constant__ Mailbox const box, __grid_constant__ Chunk const chunk) {
     ptx::gridDependencyWait();
     int const source = static_cast<int>(threadIdx.x);
-    if (source >= box.tpSize || ptx::loadRelaxedDevice(&box.state->error) != MHC_ERROR_NONE)
+    // Nothing to wait for when the lane is stopped or nothing was published: the consumer says so.
+    if (source >= box.tpSize || ptx::loadRelaxedDevice(&box.state->error) != MHC_ERROR_NONE ||
+        box.state->pending != chunk.operation)
         return;
     uint32_t const sequence = box.state->active;
     uint4 const* header = box.headers[box.rank] + headerOffset(box, generationOf(sequence), source);
