@@ -360,6 +360,34 @@ def test_bf16_matrix_multiply_differs_in_float64(trt, network, add_input, evalua
     assert np.mean(difference > 0) > 0.9
 
 
+@pytest.mark.parametrize("precision", ["network", "float64"])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_large_weights_in_pieces(trt, network, add_input, run, monkeypatch, transpose, precision):
+    from trtllm_mhc.reference.interpreter import contraction
+
+    monkeypatch.setattr(contraction, "_BLOCK", 100)
+    x, weight = random(3, 16, dtype=BF16), random(16, 21, seed=1, dtype=BF16)
+    kept = np.ascontiguousarray(weight.T) if transpose else weight
+    constant = network.add_constant(kept.shape, trt.Weights(trt.bfloat16, kept.ctypes.data, kept.size))
+    operation = trt.MatrixOperation.TRANSPOSE if transpose else trt.MatrixOperation.NONE
+    layer = network.add_matrix_multiply(add_input("x", x), trt.MatrixOperation.NONE, constant.get_output(0), operation)
+    got = run(layer.get_output(0), precision, x=x)
+    want = x.astype(np.float64) @ weight.astype(np.float64)
+    assert got.dtype == (BF16 if precision == "network" else np.float64)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=2.0**-7 if got.dtype == BF16 else 1e-13, atol=1e-2)
+
+
+def test_float64_gives_constants_back_in_float64(trt, network, evaluate):
+    values = random(2, 3, dtype=BF16)
+    tensor = network.add_constant((2, 3), trt.Weights(trt.bfloat16, values.ctypes.data, 6)).get_output(0)
+    turned = network.add_shuffle(tensor)
+    turned.first_transpose = (1, 0)
+    names = [tensor.name, turned.get_output(0).name]
+    (outputs,) = evaluate([network], [{}], precision="float64", extra_outputs=names)
+    assert_bits(outputs[names[0]], values.astype(np.float64))
+    assert_bits(outputs[names[1]], np.ascontiguousarray(values.astype(np.float64).T))
+
+
 def test_einsum(trt, network, add_input, run):
     comb, streams = random(2, 4, 4), random(2, 4, 8, seed=1)
     layer = network.add_einsum([add_input("comb", comb), add_input("streams", streams)], "mji,mjh->mih")

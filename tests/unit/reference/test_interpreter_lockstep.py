@@ -46,7 +46,7 @@ def boundary_feeds(ranks, rows=3, seed=0, collapse=True):
 
 
 def add_inputs(trt, network, feed):
-    dtypes = {np.dtype(BF16): trt.bfloat16, np.dtype(np.float32): trt.float32}
+    dtypes = {np.dtype(BF16): trt.bfloat16, np.dtype(np.float32): trt.float32, np.dtype(np.int32): trt.int32}
     return {
         name: network.add_input(name, dtypes[array.dtype], array.shape if name == "gamma" else (-1, *array.shape[1:]))
         for name, array in feed.items()
@@ -159,6 +159,60 @@ def test_native_layers_agree_with_the_fused_boundary(trt, networks, evaluate, co
             np.testing.assert_allclose(
                 value.astype(np.float64), plugin[name].astype(np.float64), rtol=2.0**-6, atol=0.05
             )
+
+
+@pytest.mark.parametrize("precision", ["network", "float64"])
+def test_boundary_finalizes_a_moe_output(trt, networks, evaluate, precision):
+    from trtllm_mhc.network import plugins
+    from trtllm_mhc.reference import float64, operations
+
+    reference = operations if precision == "network" else float64
+    made, feeds, contributions = networks(2), boundary_feeds(2, collapse=False), []
+    for rank, (network, feed) in enumerate(zip(made, feeds, strict=True)):
+        rng = np.random.default_rng(rank)
+        moe = {
+            "gemm2_permuted": rng.standard_normal((8, HIDDEN)).astype(np.float32).astype(BF16),
+            "expert_weights": rng.random((3, 2)).astype(np.float32),
+            "expanded_idx_to_permuted_idx": np.array([[0, 5], [-1, 3], [7, -1]], np.int32),
+            "shared_output": feed.pop("x"),
+        }
+        contributions.append(reference.finalize(*moe.values()))
+        tensors = add_inputs(trt, network, moe | feed)
+        outputs = plugins.add_boundary_layer(
+            network,
+            plugins.FinalizeInputs(**{name: tensors[name] for name in moe}),
+            *(tensors[name] for name in ("residual", "post", "comb")),
+            None,
+            None,
+            tp_size=2,
+            norm_eps=None,
+        )
+        mark(network, residual_out=outputs.residual_out)
+        feed.update(moe)
+    mixes = [feeds[0][name] for name in ("residual", "post", "comb")]
+    streams, _ = reference.boundary(contributions, *mixes)
+    for output in evaluate(made, feeds, precision=precision):
+        assert_bits(output["residual_out"], streams)
+
+
+def test_quantized_boundary(trt, networks, evaluate):
+    from trtllm_mhc.network import plugins
+    from trtllm_mhc.reference import mxfp8, operations
+
+    made, feeds = networks(2), boundary_feeds(2)
+    for network, feed in zip(made, feeds, strict=True):
+        tensors = add_inputs(trt, network, feed)
+        outputs = plugins.add_boundary_layer(network, *tensors.values(), tp_size=2, norm_eps=EPS, quantize=True)
+        mark(network, data=outputs.mxfp8_data, scales=outputs.mxfp8_scales)
+    arguments = [feeds[0][name] for name in ("residual", "post", "comb", "pre", "gamma")]
+    _, layer_input = operations.boundary([feed["x"] for feed in feeds], *arguments, EPS)
+    data, scales = mxfp8.quantize(layer_input)
+    for output in evaluate(made, feeds):
+        assert_bits(output["data"], data)
+        assert output["scales"].dtype == np.int32
+        np.testing.assert_array_equal(output["scales"].view(np.uint8), scales)
+    with pytest.raises(NotImplementedError, match=r"quantize=1 in float64"):
+        evaluate(made, feeds, precision="float64")
 
 
 def test_dist_collective_sums_in_fp32_and_rounds_once(trt, networks, evaluate):
@@ -321,6 +375,35 @@ def test_ranks_named_explicitly(trt, networks, evaluate):
         add_sum(trt, network, tp_size=2, rank=rank)
     outputs = evaluate(made, [{"x": np.full((1, HIDDEN), 1.5, BF16)}] * 2)
     assert float(outputs[1]["sum"][0, 7]) == 3
+
+
+def test_plugin_of_somebody_else_is_named(trt, networks, evaluate):
+    class Doubler(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild):
+        def __init__(self):
+            for base in Doubler.__bases__:
+                base.__init__(self)
+            self.plugin_name, self.plugin_namespace, self.plugin_version = "Doubler", "elsewhere", "3"
+            self.num_outputs = 1
+
+        def get_capability_interface(self, capability):
+            return self
+
+        def clone(self):
+            return Doubler()
+
+        def get_output_data_types(self, types):
+            return types
+
+        def get_output_shapes(self, inputs, shape_inputs, expressions):
+            return [trt.DimsExprs(inputs[0])]
+
+    (network,) = networks(1)
+    x = network.add_input("x", trt.bfloat16, (-1, 8))
+    layer = network.add_plugin_v3([x], [], Doubler())
+    layer.name = "twice"
+    mark(network, out=layer.get_output(0))
+    with pytest.raises(NotImplementedError, match=r"'twice' of type PLUGIN_V3: plugin elsewhere::Doubler version 3"):
+        evaluate([network], [{"x": np.zeros((1, 8), BF16)}])
 
 
 def test_collective_that_no_output_needs_is_not_met(trt, networks, evaluate):

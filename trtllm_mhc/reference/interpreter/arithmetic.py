@@ -43,6 +43,10 @@ class Arithmetic:
         """Whether nothing is rounded below float64."""
         return self.precision == "float64"
 
+    def load(self, array: AnyArray) -> AnyArray:
+        """A constant as a tensor is kept between layers; anything else is so already."""
+        return array.astype(np.float64, copy=False) if self.exact and is_float(array.dtype) else array
+
     def widen(self, array: AnyArray) -> AnyArray:
         """An operand as it is computed with: fp32 or float64; integers and booleans as they are."""
         if not is_float(array.dtype):

@@ -19,10 +19,13 @@ import tensorrt as trt
 from trtllm_mhc.network import plugins
 from trtllm_mhc.network.collectives import read_collective
 from trtllm_mhc.network.layers import layer_type
-from trtllm_mhc.reference import float64, operations
+from trtllm_mhc.reference import float64, mxfp8, operations
 from trtllm_mhc.reference._arrays import AnyArray
 
 from .rules import Operation
+
+# The layer types that may need more than their own rank's values.
+LAYER_TYPES = ("PLUGIN_V3", "DIST_COLLECTIVE")
 
 # Where a rank stands in its group differs by rank; everything else of a plugin must agree over the group.
 _PER_RANK_FIELDS = ("rank", "group")
@@ -48,11 +51,6 @@ class Collective:
         attributes = ", ".join(f"{name}={value}" for name, value in sorted(self.attributes.items()))
         shapes = ", ".join("absent" if shape is None else str(list(shape)) for shape in self.shapes)
         return f"{self.kind}({attributes}) over ranks {list(self.group)} with inputs {shapes}"
-
-
-def is_collective(layer: Any) -> bool:
-    """Whether a layer needs more than its own rank's values."""
-    return layer_type(layer).name in ("PLUGIN_V3", "DIST_COLLECTIVE")
 
 
 def read(op: Operation, rank: int, ranks: int) -> Collective:
@@ -122,10 +120,10 @@ def _sum(xs: Sequence[AnyArray], dtype: np.dtype[Any]) -> AnyArray:
 
 
 def _boundary(collective: Collective, members: Sequence[Operation]) -> list[tuple[AnyArray, ...]]:
-    fields = collective.attributes
-    if fields["quantize"]:
-        raise members[0].unsupported("quantize=1")
-    reference: Any = float64 if members[0].arithmetic.exact else operations
+    fields, exact = collective.attributes, members[0].arithmetic.exact
+    if fields["quantize"] and exact:
+        raise members[0].unsupported("quantize=1 in float64")
+    reference: Any = float64 if exact else operations
     inputs = [[op.value(i) for i in range(len(op.inputs))] for op in members]
     if fields["top_k"]:
         xs = [reference.finalize(*values[:4]) for values in inputs]
@@ -137,7 +135,11 @@ def _boundary(collective: Collective, members: Sequence[Operation]) -> list[tupl
         _, residual, post, comb, *collapse = values
         norm = (*collapse, float(fields["norm_eps"])) if fields["collapse"] else ()
         streams, layer_input = reference.boundary(xs, residual, post, comb, *norm)
-        results.append((streams,) if layer_input is None else (streams, layer_input))
+        outputs = [streams] if layer_input is None else [streams, layer_input]
+        if fields["quantize"]:
+            data, scales = mxfp8.quantize(layer_input)
+            outputs += [data, scales.view(np.int32)]
+        results.append(tuple(outputs))
     return results
 
 

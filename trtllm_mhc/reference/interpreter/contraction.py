@@ -16,16 +16,23 @@ from trtllm_mhc.reference._arrays import AnyArray
 
 from .rules import Operation, axes_of_mask, rule
 
+# Elements of a weight matrix that are widened at a time. Copies of whole matrices, which no cache holds, would take
+# longer than the products of the few rows that decoding has.
+_BLOCK = 1 << 21
+
 
 @rule("MATRIX_MULTIPLY")
 def _matrix_multiply(op: Operation) -> AnyArray:
     layer = op.layer
-    a, b = op.operand(0), op.operand(1)
+    a, b = op.operand(0), op.raw(1)
     operations = layer.op0.name, layer.op1.name
     if operations[0] == "TRANSPOSE":
         a = np.swapaxes(a, -1, -2)
     if operations[1] == "TRANSPOSE":
         b = np.swapaxes(b, -1, -2)
+    if b.ndim == 2 and b.size > _BLOCK and "VECTOR" not in operations:
+        return _times_large_matrix(op, a, b)
+    b = op.arithmetic.widen(b)
     # A vector is a row on the left and a column on the right, and that axis of 1 is no axis of the output.
     product: AnyArray = np.matmul(
         a[..., None, :] if operations[0] == "VECTOR" else a, b[..., None] if operations[1] == "VECTOR" else b
@@ -35,6 +42,12 @@ def _matrix_multiply(op: Operation) -> AnyArray:
     if operations[0] == "VECTOR":
         product = product[..., 0] if operations[1] == "VECTOR" else product[..., 0, :]
     return product
+
+
+def _times_large_matrix(op: Operation, a: AnyArray, b: AnyArray) -> AnyArray:
+    """``a @ b`` for ``b`` [K, N], of which only some columns are widened at a time."""
+    step = max(1, _BLOCK // b.shape[0])
+    return np.concatenate([a @ op.arithmetic.widen(b[:, i : i + step]) for i in range(0, b.shape[1], step)], axis=-1)
 
 
 @rule("EINSUM")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_mhc.network.layers import layer_type, tensor_shape
+from trtllm_mhc.network.layers import tensor_shape
 from trtllm_mhc.reference._arrays import AnyArray
 
 from . import collectives, contraction, movement, pointwise  # noqa: F401  (the rules register themselves)
@@ -57,13 +57,14 @@ class _Rank:
         """Evaluate layers up to the next collective, or to the end."""
         for step in self._steps:
             operation = Operation(step.layer, [self._take(name) for name in step.inputs], self._how)
-            if collectives.is_collective(step.layer):
+            if step.kind in collectives.LAYER_TYPES:
                 self.waiting = _Waiting(step, operation, collectives.read(operation, self.index, self._ranks))
                 return
-            kind = layer_type(step.layer).name
-            if kind not in RULES:
-                raise NotImplementedError(f"layer {step.layer.name!r}: the interpreter has no rule for type {kind}")
-            result = RULES[kind](operation)
+            if step.kind not in RULES:
+                raise NotImplementedError(
+                    f"layer {step.layer.name!r}: the interpreter has no rule for type {step.kind}"
+                )
+            result = RULES[step.kind](operation)
             self._keep(step, result if isinstance(result, tuple) else (result,))
 
     def resume(self, outputs: Sequence[AnyArray]) -> None:
@@ -74,7 +75,7 @@ class _Rank:
 
     def result(self) -> dict[str, AnyArray]:
         """Copies of the wanted tensors: a value may be a view of a feed or of the network's weights."""
-        return {name: np.array(self._values[name]) for name in self._wanted}
+        return {name: np.array(self._how.load(self._values[name])) for name in self._wanted}
 
     def _fed(self, tensor: Any, feed: Mapping[str, Any]) -> AnyArray:
         what = f"feed of rank {self.index}, input {tensor.name!r}"
@@ -110,7 +111,8 @@ class _Rank:
                     f"interpreter {value.shape}"
                 )
             if self._left[name]:
-                self._values[name] = self._how.store(value, tensor.dtype)
+                # Weights stay as they are until they are read: in float64 they would be four times as large.
+                self._values[name] = value if step.kind == "CONSTANT" else self._how.store(value, tensor.dtype)
 
 
 def evaluate(

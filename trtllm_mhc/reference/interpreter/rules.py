@@ -21,7 +21,8 @@ class Operation:
 
     Attributes:
         layer: the layer, downcast to its own class.
-        inputs: values as kept between layers; None for an optional input that is not connected.
+        inputs: values as kept between layers, constants as they are in the network; None for an optional input that
+            is not connected.
         arithmetic: how to compute.
     """
 
@@ -30,15 +31,19 @@ class Operation:
     arithmetic: Arithmetic
 
     def value(self, index: int) -> AnyArray:
-        """Input ``index`` as it is kept, for layers that only move data."""
+        """Input ``index`` as tensors are kept between layers, for layers that only move data."""
+        return self.arithmetic.load(self.raw(index))
+
+    def operand(self, index: int) -> AnyArray:
+        """Input ``index`` as it is computed with: fp32 or float64; integers and booleans as they are."""
+        return self.arithmetic.widen(self.raw(index))
+
+    def raw(self, index: int) -> AnyArray:
+        """Input ``index``, a constant in its own dtype."""
         found = self.inputs[index]
         if found is None:
             raise ValueError(f"layer {self.layer.name!r}: input {index} is not connected")
         return found
-
-    def operand(self, index: int) -> AnyArray:
-        """Input ``index`` as it is computed with: fp32 or float64; integers and booleans as they are."""
-        return self.arithmetic.widen(self.value(index))
 
     def integers(self, index: int) -> tuple[int, ...] | None:
         """Input ``index`` as a list of integers (a shape, axes, ...); None when it is not connected."""

@@ -17,11 +17,13 @@ class Step:
 
     Attributes:
         layer: downcast to its own class.
+        kind: the name of its layer type.
         inputs: names of the input tensors; None for an optional input that is not connected.
         outputs: the output tensors.
     """
 
     layer: Any
+    kind: str
     inputs: tuple[str | None, ...]
     outputs: tuple[Any, ...]
 
@@ -57,6 +59,7 @@ def make_schedule(network: Any, wanted: Sequence[str]) -> Schedule:
         inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
         step = Step(
             layer,
+            layer_type(layer).name,
             tuple(None if tensor is None else tensor.name for tensor in inputs),
             tuple(layer.get_output(i) for i in range(layer.num_outputs)),
         )
@@ -88,7 +91,7 @@ def make_schedule(network: Any, wanted: Sequence[str]) -> Schedule:
         read.update((name, available[name]) for name in names if name in available)
         before = [producers[name] for name in names if name in producers]
         # Constants last, that is right before their reader: a network's weights need not be alive all at once.
-        before.sort(key=lambda producer: layer_type(producer.layer).name == "CONSTANT")
+        before.sort(key=lambda producer: producer.kind == "CONSTANT")
         stack.extend((producer, False) for producer in reversed(before) if id(producer) not in done)
     read.update((name, available[name]) for name in wanted if name in available)
     uses = Counter(name for step in steps for name in step.inputs if name is not None)
