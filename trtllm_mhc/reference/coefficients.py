@@ -72,9 +72,10 @@ def coefficients_float64(
     post_alpha: float,
     sinkhorn_iters: int,
 ) -> Coefficients:
-    """The same coefficients in float64, for judging fp32 ones. Arguments as `coefficients_float32`, of any floating dtype.
+    """The same coefficients in float64, for judging fp32 ones.
 
-    The eps, and post_alpha, are first rounded to fp32, since those are the numbers that every implementation is given.
+    Arguments as `coefficients_float32`, of any floating dtype. The eps, and post_alpha, are first rounded to fp32,
+    since those are the numbers that every implementation is given.
     """
     flat, hc = _check(x, fn, scale, base, sinkhorn_iters)
     wide = flat.astype(np.float64)
