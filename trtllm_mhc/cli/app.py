@@ -51,6 +51,9 @@ def demo(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the record of the run here.", dir_okay=False)
     ] = None,
+    timing_cache: Annotated[
+        Path | None, typer.Option(help="Keep TensorRT's timing cache in this file, to build faster next time.")
+    ] = None,
     commit: Annotated[
         str | None, typer.Option(envvar="GIT_COMMIT", help="Commit to note in the record; default: git's.")
     ] = None,
@@ -63,6 +66,13 @@ def demo(
     from trtllm_mhc.cli.demo import DemoOptions, run
 
     options = DemoOptions(
-        tp=tp, layers=layers, rows=rows, inputs=inputs, sublayers=sublayers.value, seed=seed, commit=commit
+        tp=tp,
+        layers=layers,
+        rows=rows,
+        inputs=inputs,
+        sublayers=sublayers.value,
+        seed=seed,
+        commit=commit,
+        timing_cache=timing_cache,
     )
     raise typer.Exit(run(options, json_path, Console()))

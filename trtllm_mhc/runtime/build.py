@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tensorrt as trt
@@ -60,10 +61,15 @@ class Plan:
 
 
 class TimingCache:
-    """Measured tactics, carried from one build to the next. Safe to use from several threads."""
+    """Measured tactics and compiled kernels, carried from one build to the next. Safe to use from several threads."""
 
-    def __init__(self, data: bytes = b"") -> None:
-        self._data = data
+    def __init__(self, path: Path | None = None) -> None:
+        """Starts empty, or with what `path` holds; after every build `path` is written anew.
+
+        TensorRT takes a file that it cannot use for an empty one, and says so in its log.
+        """
+        self._path = path
+        self._data = path.read_bytes() if path is not None and path.exists() else b""
         self._lock = threading.Lock()
 
     @property
@@ -87,6 +93,11 @@ class TimingCache:
                 merged.combine(cache, False)
                 cache = merged
             self._data = bytes(cache.serialize())
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                partial = self._path.with_name(f"{self._path.name}.partial")
+                partial.write_bytes(self._data)
+                partial.replace(self._path)
 
 
 class ErrorRecorder(trt.IErrorRecorder):  # type: ignore[misc]

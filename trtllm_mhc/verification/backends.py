@@ -89,7 +89,9 @@ class NetworkMaker:
         return NumpyRunner([self.make(job, rank) for rank in range(ranks)], precision)
 
 
-def build_jobs(jobs: Sequence[Job], ranks: int, rows: build.RowRange, say: Say) -> dict[str, list[build.Plan]]:
+def build_jobs(
+    jobs: Sequence[Job], ranks: int, rows: build.RowRange, cache: build.TimingCache, say: Say
+) -> dict[str, list[build.Plan]]:
     """Builds the engines of all jobs for all ranks with one timing cache; returns the plans of each job by its name.
 
     Rank 0 of the timed jobs first, one by one. Everything else finds its tactics in the cache and goes in parallel.
@@ -98,9 +100,9 @@ def build_jobs(jobs: Sequence[Job], ranks: int, rows: build.RowRange, say: Say) 
         jobs: with distinct names.
         ranks: number of ranks.
         rows: M of every engine.
+        cache: shared by all builds.
         say: told about every engine that is done.
     """
-    cache = build.TimingCache()
     plans: dict[tuple[str, int], build.Plan] = {}
 
     def make(task: tuple[Job, int]) -> None:

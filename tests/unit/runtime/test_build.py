@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,18 +80,31 @@ def test_errors_of_tensorrt_reach_the_recorder(trt: Any, builder: Any) -> None:
     assert any("TensorRT: " in line for line in build.explain("no engine", recorder).splitlines())
 
 
-def test_timing_caches_are_merged(builder: Any) -> None:
+def test_timing_caches_are_merged_and_kept(builder: Any, tmp_path: Path) -> None:
     from trtllm_mhc.runtime.build import TimingCache
 
-    cache = TimingCache()
+    path = tmp_path / "caches" / "timing.cache"
+    cache = TimingCache(path)
     assert cache.data == b""
+    for _ in range(2):
+        config = builder.create_builder_config()
+        cache.keep(cache.attach(config), config)
+    assert cache.data
+    assert TimingCache(path).data == cache.data
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_an_unusable_timing_cache_counts_as_empty(builder: Any, tmp_path: Path) -> None:
+    from trtllm_mhc.runtime.build import TimingCache
+
+    path = tmp_path / "timing.cache"
+    path.write_bytes(b"not a timing cache" * 20)
     config = builder.create_builder_config()
+    cache = TimingCache(path)
     cache.keep(cache.attach(config), config)
-    first = cache.data
-    assert first
-    other = builder.create_builder_config()
-    cache.keep(cache.attach(other), other)
-    assert len(cache.data) >= len(first)
+    empty = TimingCache()
+    empty.keep(empty.attach(config), config)
+    assert path.read_bytes() == empty.data
 
 
 def test_without_a_gpu_nothing_is_built(trt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
