@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import tensorrt as trt
 
-from trtllm_mhc.rewrite.graph import Node, Op, Value, constant_array
+from trtllm_mhc.rewrite.graph import Node, Op, Value
 from trtllm_mhc.rewrite.indexing import HIDDEN, Axis, Index, broadcast, source
 
 #: Sums over more elements than this are no sums over streams.
@@ -258,7 +258,7 @@ def _leaf(value: Value, index: Index) -> Term:
 
 def _coefficient(value: Value, index: Index) -> Term:
     """A coefficient, or its number where it is a constant."""
-    elements = constant_array(value)
+    elements = value.constant
     at = tuple(axis for axis in index if isinstance(axis, int))
     if elements is not None and len(at) == len(index):
         return Term(float(elements[at]))

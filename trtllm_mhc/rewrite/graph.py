@@ -106,6 +106,26 @@ class Value:
         """Sizes, -1 where dynamic. Empty also for a tensor whose rank TensorRT does not know."""
         return layers.tensor_shape(self.tensor) or ()
 
+    @cached_property
+    def constant(self) -> Array | None:
+        """Its elements where they are those of a small constant, under casts, reshapes and identities; else None."""
+        node = self.producer
+        while node is not None and node.op in (Op.CAST, Op.IDENTITY, Op.RESHAPE):
+            if node.op is Op.RESHAPE and any(order != tuple(sorted(order)) for order in node.transposes):
+                return None
+            node = node.operands[0].producer
+        if node is None or node.op is not Op.CONSTANT or -1 in self.shape:
+            return None
+        if np.prod(node.output.shape, dtype=np.int64) > _MAX_CONSTANT:
+            return None
+        try:
+            elements = layers.constant_array(node.layer)
+        except (NotImplementedError, RuntimeError):
+            return None  # an element type of no interest here
+        if self.dtype == trt.float32:
+            elements = elements.astype(np.float32)
+        return elements.reshape(self.shape)
+
     @property
     def is_output(self) -> bool:
         """Whether the network returns it."""
@@ -157,6 +177,15 @@ class Node:
         if kind == "REDUCE":
             return _REDUCE_OPS.get(self.layer.op.name, Op.OTHER)
         return _LAYER_OPS.get(kind, Op.OTHER)
+
+    @cached_property
+    def transposes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The permutations of a layer of `Op.RESHAPE` before and after its reshape."""
+        first, second = tuple(range(len(self.operands[0].shape))), tuple(range(len(self.output.shape)))
+        if layers.layer_type(self.layer) == trt.LayerType.SHUFFLE:
+            first = tuple(self.layer.first_transpose)[: len(first)]
+            second = tuple(self.layer.second_transpose)[: len(second)]
+        return first, second
 
     @property
     def operands(self) -> tuple[Value, ...]:
@@ -264,43 +293,9 @@ def dims(value: Any) -> tuple[int, ...] | None:
         return None
 
 
-def constant_array(value: Value) -> Array | None:
-    """The elements of a small constant in its shape, looking through casts, reshapes and identities; None otherwise."""
-    node = value.producer
-    while node is not None and node.op in (Op.CAST, Op.IDENTITY, Op.RESHAPE) and len(node.operands) == 1:
-        if node.op is Op.RESHAPE and _transposes(node.layer):
-            return None
-        node = node.operands[0].producer
-    if node is None or node.op is not Op.CONSTANT or -1 in value.shape:
-        return None
-    if node.output.shape and np.prod(node.output.shape) > _MAX_CONSTANT:
-        return None
-    try:
-        elements = layers.constant_array(node.layer)
-    except (NotImplementedError, RuntimeError):
-        return None  # an element type of no interest here
-    if value.dtype == trt.float32:
-        elements = elements.astype(np.float32)
-    return elements.reshape(value.shape)
-
-
 def scalar_constant(value: Value) -> float | None:
     """The value of a constant whose elements are all equal, or None."""
-    elements = constant_array(value)
+    elements = value.constant
     if elements is None or elements.size == 0 or len(np.unique(elements)) != 1:
         return None
     return float(elements.flat[0])
-
-
-def permutations(layer: Any, rank_in: int, rank_out: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The transpositions of a shuffle before and after its reshape."""
-    if layers.layer_type(layer) != trt.LayerType.SHUFFLE:
-        return tuple(range(rank_in)), tuple(range(rank_out))
-    first = tuple(layer.first_transpose)[:rank_in]
-    second = tuple(layer.second_transpose)[:rank_out]
-    return first, second
-
-
-def _transposes(layer: Any) -> bool:
-    ranks = len(layer.get_input(0).shape), len(layer.get_output(0).shape)
-    return any(p != tuple(range(len(p))) for p in permutations(layer, *ranks))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtllm_mhc.rewrite.graph import Node, Op, Value, constant_array, dims, permutations
+from trtllm_mhc.rewrite.graph import Node, Op, Value, dims
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def reshape_index(out: tuple[int, ...], into: tuple[int, ...], index: Index) -> 
 
 def _reshape(node: Node, index: Index) -> Index | None:
     into, out = node.operands[0].shape, node.output.shape
-    first, second = permutations(node.layer, len(into), len(out))
+    first, second = node.transposes
     middle_out, middle_index = list(out), list(index)
     for position, axis in enumerate(second):
         middle_out[axis], middle_index[axis] = out[position], index[position]
@@ -141,7 +141,7 @@ def _slice(node: Node, index: Index) -> Index | None:
 
 def _gather(node: Node, index: Index) -> Index | None:
     layer = node.layer
-    picked = constant_array(node.operands[1])
+    picked = node.operands[1].constant
     if layer.mode.name != "DEFAULT" or layer.num_elementwise_dims or picked is None or picked.ndim > 1:
         return None
     axis = layer.axis % len(node.operands[0].shape)
