@@ -377,33 +377,16 @@ def test_ranks_named_explicitly(trt, networks, evaluate):
     assert float(outputs[1]["sum"][0, 7]) == 3
 
 
-def test_plugin_of_somebody_else_is_named(trt, networks, evaluate):
-    class Doubler(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild):
-        def __init__(self):
-            for base in Doubler.__bases__:
-                base.__init__(self)
-            self.plugin_name, self.plugin_namespace, self.plugin_version = "Doubler", "elsewhere", "3"
-            self.num_outputs = 1
-
-        def get_capability_interface(self, capability):
-            return self
-
-        def clone(self):
-            return Doubler()
-
-        def get_output_data_types(self, types):
-            return types
-
-        def get_output_shapes(self, inputs, shape_inputs, expressions):
-            return [trt.DimsExprs(inputs[0])]
+def test_unknown_plugin_is_named(trt, networks, evaluate, monkeypatch):
+    from trtllm_mhc.network import plugins
 
     (network,) = networks(1)
-    x = network.add_input("x", trt.bfloat16, (-1, 8))
-    layer = network.add_plugin_v3([x], [], Doubler())
-    layer.name = "twice"
-    mark(network, out=layer.get_output(0))
-    with pytest.raises(NotImplementedError, match=r"'twice' of type PLUGIN_V3: plugin elsewhere::Doubler version 3"):
-        evaluate([network], [{"x": np.zeros((1, 8), BF16)}])
+    add_sum(trt, network, tp_size=1)
+    network.get_layer(0).name = "foreign"
+    monkeypatch.setattr(plugins, "is_plugin_layer", lambda layer, name: False)
+    message = r"'foreign' of type PLUGIN_V3: plugin trtllm_mhc::MhcAllReduce version 1 is not supported"
+    with pytest.raises(NotImplementedError, match=message):
+        evaluate([network], [{"x": random_x()}])
 
 
 def test_collective_that_no_output_needs_is_not_met(trt, networks, evaluate):
