@@ -193,6 +193,10 @@ def test_loading_and_registering_from_two_threads(host: Path, libnvinfer: Path, 
     assert run([host, "threads", library, libnvinfer, "500"]) == "refused 0 of 500\ncreators found\n"
 
 
+def test_nobody_registers_while_a_load_is_under_way(host: Path, libnvinfer: Path, library: Path) -> None:
+    assert run([host, "hand_over", library, libnvinfer]) == "registration held back\ncreators found\n"
+
+
 def test_first_load_from_two_threads(host: Path, libnvinfer: Path, library: Path) -> None:
     for _ in range(20):
         assert run([host, "race", library, libnvinfer]) == "library loaded\ncreators found\n"

@@ -7,12 +7,14 @@
 //   host backend BACKEND [LIBRARY]        opens the plugin library, if named, then a backend that is linked to TensorRT
 //   host runtime BACKEND [LIBRARY]        the same, but the backend makes a runtime before it asks for the registry
 //   host threads LIBRARY TENSORRT LOADS   loads and unloads the library LOADS times while another thread registers it
+//   host hand_over LIBRARY TENSORRT       begins a load as TensorRT does, and registers before TensorRT would have
 //   host race LIBRARY TENSORRT            one thread opens the library while another has TensorRT load it
 //
 // Every handle is RTLD_LOCAL. Prints one line; exit status 0 means that the creators were found (or rightly not).
 #include <dlfcn.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -113,6 +115,18 @@ int threads(char const* library, char const* tensorRt, int loads) {
     return report(registry) + refused;
 }
 
+// Within the 50 ms that a load is given, nobody may put the creators back; after it they must not stay lost.
+int handOver(char const* library, char const* tensorRt) {
+    Registry const registry(open(tensorRt));
+    void* const handle = open(library);
+    symbol<void(void*)>(handle, "setLoggerFinder")(nullptr);
+    auto const begin = std::chrono::steady_clock::now();
+    symbol<int32_t()>(handle, "mhcRegisterPlugins")();
+    bool const heldBack = std::chrono::steady_clock::now() - begin > std::chrono::milliseconds(40);
+    std::printf("registration %s\n", heldBack ? "held back" : "at once");
+    return report(registry) + (heldBack ? 0 : 1);
+}
+
 int race(char const* library, char const* tensorRt) {
     Registry const registry(open(tensorRt));
     std::atomic<int> ready{0};
@@ -151,6 +165,9 @@ int main(int argc, char** argv) {
     }
     if (mode == "threads" && argc == 5) {
         return threads(argv[2], argv[3], std::atoi(argv[4]));
+    }
+    if (mode == "hand_over" && argc == 4) {
+        return handOver(argv[2], argv[3]);
     }
     if (mode == "race" && argc == 4) {
         return race(argv[2], argv[3]);
