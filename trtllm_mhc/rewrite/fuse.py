@@ -185,7 +185,8 @@ def _swap_outputs(graph: Graph, outputs: dict[Any, Any]) -> None:
             new.name = name
         network.mark_output(new)
         if new is not tensor:
-            new.allowed_formats = formats
+            if new.allowed_formats != formats:  # set at all, even to what it is, TensorRT 10.6 refuses it for bf16
+                new.allowed_formats = formats
 
 
 def _entry(name: str, plan: Plan) -> BoundaryEntry:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtllm_mhc.rewrite.graph import Node, Op, Value, dims
+from trtllm_mhc.rewrite.shapes import Known, Size, elements
 
 
 @dataclass(frozen=True)
@@ -122,21 +123,38 @@ def _reshape(node: Node, index: Index) -> Index | None:
 
 def _slice(node: Node, index: Index) -> Index | None:
     layer = node.layer
-    if layer.mode.name not in ("STRICT_BOUNDS", "DEFAULT") or len(node.operands) != 1:
+    if layer.mode.name not in ("STRICT_BOUNDS", "DEFAULT"):
         return None
-    start, stride = dims(layer.start), dims(layer.stride)
-    if start is None or stride is None:
+    into, out = node.operands[0], node.output
+    axes = _argument(node, 4, layer.axes) or list(range(len(index)))
+    start, size, stride = (
+        _argument(node, 1, layer.start),
+        _argument(node, 2, layer.shape),
+        _argument(node, 3, layer.stride),
+    )
+    if start is None or stride is None or not all(isinstance(axis, int) for axis in axes):
         return None
-    axes = dims(layer.axes) or tuple(range(len(index)))
-    into, out = node.operands[0].shape, node.output.shape
     result = list(index)
-    for position, axis in enumerate(axes):
-        at = index[axis]
+    for position, axis in enumerate(each for each in axes if isinstance(each, int)):
+        at, begin, step = index[axis], start[position], stride[position]
+        if not isinstance(begin, int) or not isinstance(step, int):
+            return None
         if isinstance(at, int):
-            result[axis] = start[position] + at * stride[position]
-        elif (start[position], stride[position]) != (0, 1) or out[axis] != into[axis] or out[axis] < 0:
+            result[axis] = begin + at * step
+            continue
+        whole = out.shape[axis] == into.shape[axis] >= 0 or (size is not None and size[position] == Size(into, axis))
+        if (begin, step) != (0, 1) or not whole:
             return None
     return tuple(result)
+
+
+def _argument(node: Node, slot: int, static: object) -> list[Known] | None:
+    """Start, size, stride or axes of a slice: from an input tensor if there is one, else from the layer."""
+    tensor = node.inputs[slot] if slot < len(node.inputs) else None
+    if tensor is not None:
+        return elements(tensor)
+    found = dims(static)
+    return None if found is None else list(found)
 
 
 def _gather(node: Node, index: Index) -> Index | None:

@@ -18,7 +18,9 @@ SOURCE = Path(__file__).parent / "all_reduce_v2.cpp"
 def stand_in(trt, tmp_path_factory):
     """A library with a plugin of that type in two namespaces, loaded."""
     if not trt.__version__.startswith("10."):
-        pytest.skip(f"TensorRT-LLM's TensorRT backend, and the headers here, are for TensorRT 10, not {trt.__version__}")
+        pytest.skip(
+            f"TensorRT-LLM's TensorRT backend, and the headers here, are for TensorRT 10, not {trt.__version__}"
+        )
     compiler = shutil.which("g++")
     headers = Path(trt.__file__).parents[2] / "include"
     cuda = [Path(sysconfig.get_path("purelib"), "nvidia/cu13/include"), Path("/usr/local/cuda/include")]
