@@ -63,9 +63,9 @@ def test_comb_by_hand_shows_its_orientation(function: Any) -> None:
     base = np.zeros(24, np.float32)
     base[8 + 0 * HC + 1] = math.log(5)  # source 0 prefers target 1: weights 1 5 1 1 of 8; other sources 1/4 each
     scale = np.float32([1, 1, 0])
-    settings = SETTINGS | {"sinkhorn_iters": 1}
+    eps = 0.0625  # large, so that every place that it is added in shows
+    settings = SETTINGS | {"sinkhorn_iters": 1, "hc_eps": eps}
     comb = function(**one_hot_projection(), scale=scale, base=base, **settings).comb[0]
-    eps = 1e-6
     row = [1 / 8 + eps, 5 / 8 + eps, 1 / 8 + eps, 1 / 8 + eps]
     for target in range(HC):
         column = row[target] + 3 * (0.25 + eps) + eps

@@ -535,7 +535,7 @@ def test_finalize_says_what_it_expected() -> None:
 
 def test_aux_mean_by_hand() -> None:
     assert bits(aux_mean(bf([1.0, 2.0, 4.0, 8.0]).reshape(1, HC, 1))) == [0x4070]  # 15/4 = 3.75
-    # The mean 1 + 3 * 2^-8 is a tie and goes to the even 1 + 2^-6; the sum 4 + 3 * 2^-6 is not rounded before.
+    # The mean 1 + 3 * 2^-8 is a tie and goes to the even 1 + 2^-6.
     assert bits(aux_mean(bf([4.0, 2.0**-5, 2.0**-6, 0.0]).reshape(1, HC, 1))) == [0x3F82]
     big = 2.0**24
     assert bits(aux_mean(bf([big, 1.0, -big, 0.0]).reshape(1, HC, 1))) == [0x0000]
