@@ -248,6 +248,15 @@ def test_activation(trt, network, add_input, run, name, precision):
         np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.parametrize(("precision", "want"), [("network", 0.0), ("float64", 2.0**-46)])
+def test_arithmetic_inside_a_layer(trt, network, add_input, run, precision, want):
+    """fp32 rounds the product, 1 + 2^-22 + 2^-46, before it is added to; float64 holds it."""
+    x = np.array([1 + 2.0**-23], np.float32)
+    layer = network.add_activation(add_input("x", x), trt.ActivationType.HARD_SIGMOID)
+    layer.alpha, layer.beta = 1 + 2.0**-23, -(1 + 2.0**-22)
+    assert run(layer.get_output(0), precision, x=x).tolist() == [want]
+
+
 def test_sigmoid_of_large_numbers(trt, network, add_input, run):
     x = np.array([-200, 200], np.float32)
     layer = network.add_activation(add_input("x", x), trt.ActivationType.SIGMOID)

@@ -101,22 +101,13 @@ def combine(collective: Collective, members: Sequence[Operation]) -> list[tuple[
     """The outputs of the layer on each rank, from the operations of all ranks in the group's order."""
     if collective.kind == plugins.BOUNDARY:
         return _boundary(collective, members)
-    xs = [op.value(0) for op in members]
-    exact = members[0].arithmetic.exact
-    if exact:
-        total = _sum(xs, np.dtype(np.float64))
-    elif collective.kind == plugins.ALL_REDUCE:
-        total = operations.all_reduce(xs)
+    if collective.kind == plugins.ALL_REDUCE and not members[0].arithmetic.exact:
+        total = operations.all_reduce([op.value(0) for op in members])
     else:
-        total = _sum([op.operand(0) for op in members], np.dtype(np.float32))
+        total = np.zeros_like(members[0].operand(0))
+        for op in members:
+            total = total + op.operand(0)
     return [(total,)] * len(members)
-
-
-def _sum(xs: Sequence[AnyArray], dtype: np.dtype[Any]) -> AnyArray:
-    total = np.zeros(xs[0].shape, dtype)
-    for x in xs:
-        total = total + x
-    return total
 
 
 def _boundary(collective: Collective, members: Sequence[Operation]) -> list[tuple[AnyArray, ...]]:
