@@ -33,7 +33,7 @@ else()
         "No TensorRT headers (NvInfer.h), and fetching them failed. With network access, run\n"
         "  ${CMAKE_CURRENT_SOURCE_DIR}/scripts/fetch_tensorrt.sh headers ${CMAKE_CURRENT_SOURCE_DIR}/.trt/headers\n"
         "or name the folder of an installed TensorRT: pip install . "
-        "-C cmake.define.TRTLLM_MHC_TENSORRT_INCLUDE=/path/to/include")
+        "--config-settings=cmake.define.TRTLLM_MHC_TENSORRT_INCLUDE=/path/to/include")
     endif()
     find_path(TensorRTHeaders_INCLUDE_DIR NvInfer.h PATHS "${CMAKE_BINARY_DIR}/tensorrt/include" NO_DEFAULT_PATH)
   endif()
