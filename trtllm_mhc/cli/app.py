@@ -43,7 +43,10 @@ def demo(
     tp: Annotated[int, typer.Option(help="Ranks: 1, 2, 4 or 8. They share GPUs where there are fewer.")] = 2,
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers; two boundaries each.")] = 40,
     rows: Annotated[int, typer.Option(min=1, help="Tokens of a step (M).")] = 8,
-    inputs: Annotated[int, typer.Option(min=2, help="Generated inputs to compare over.")] = 16,
+    inputs: Annotated[
+        int | None,
+        typer.Option(min=2, help="Generated inputs to compare over. Default: 16 with engines, 4 in the interpreter."),
+    ] = None,
     sublayers: Annotated[
         SublayerKind, typer.Option(help="Stand-ins for attention and MoE: real matrices, or elementwise layers only.")
     ] = SublayerKind.matmul,
