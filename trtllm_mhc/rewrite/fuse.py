@@ -184,9 +184,9 @@ def _swap_outputs(graph: Graph, outputs: dict[Any, Any]) -> None:
             tensor.name = f"{name}/unfused"
             new.name = name
         network.mark_output(new)
-        if new is not tensor:
-            if new.allowed_formats != formats:  # set at all, even to what it is, TensorRT 10.6 refuses it for bf16
-                new.allowed_formats = formats
+        # Set at all, even to what it is, TensorRT 10.6 refuses it for bfloat16.
+        if new is not tensor and new.allowed_formats != formats:
+            new.allowed_formats = formats
 
 
 def _entry(name: str, plan: Plan) -> BoundaryEntry:

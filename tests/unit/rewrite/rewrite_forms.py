@@ -309,9 +309,9 @@ def feeds(form: Form, seed: int = 0) -> list[dict[str, np.ndarray]]:
 
     shared = {
         "residual": integers(*lead, form.hc, form.hidden, dtype=BFLOAT16),
-        "post": integers(*lead, form.hc, unit=1 / 16),
-        "comb": integers(*lead, form.hc, form.hc, unit=1 / 16),
-        "pre": integers(*lead, form.hc, unit=1 / 16),
+        "post": integers(*lead, form.hc, bound=3, unit=1 / 4),
+        "comb": integers(*lead, form.hc, form.hc, bound=3, unit=1 / 4),
+        "pre": integers(*lead, form.hc, bound=3, unit=1 / 4),
         "gamma": integers(form.hidden, unit=1 / 8, dtype=BFLOAT16),
     }
     return [{"x": integers(*lead, form.hidden, dtype=BFLOAT16), **shared} for _ in range(form.tp_size)]

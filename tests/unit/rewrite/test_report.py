@@ -77,3 +77,24 @@ def test_options_are_checked(trt):
     ):
         with pytest.raises(ValueError, match=r"FuseOptions: \w+: expected .*, got "):
             FuseOptions(**options)
+
+
+def test_neighbourhood_of_a_boundary(trt, network):
+    import rewrite_forms
+
+    from trtllm_mhc.rewrite import fuse_boundaries, neighbourhood_dot
+
+    rewrite_forms.write_boundary(network, rewrite_forms.Form())
+    entry = fuse_boundaries(network).found[0]
+    text = neighbourhood_dot(network, entry.name, radius=1)
+    assert text.startswith("digraph")
+    assert text.count("{") == text.count("}") == 1
+    assert 'label="PLUGIN_V3\\nmhc_boundary_0", style=bold' in text
+    assert '"residual" [shape=ellipse];' in text
+    assert '"streams" [shape=ellipse, peripheries=2];' in text
+    replaced = neighbourhood_dot(network, entry.all_reduce, radius=1)
+    assert "style=dashed" in replaced
+    assert "mhc_boundary_0" not in replaced
+    assert len(neighbourhood_dot(network, entry.all_reduce, radius=2)) > len(replaced)
+    with pytest.raises(ValueError, match="expected the name of a layer"):
+        neighbourhood_dot(network, "no such layer")
