@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,14 @@ class SublayerKind(StrEnum):
     none = "none"
 
 
+def _console() -> Console:
+    """Logs have no width of their own; rich would take 80 columns, too few for the tables."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120
+    return console
+
+
 @app.command()
 def doctor() -> None:
     """Say what this machine has of what is needed, and what is missing.
@@ -35,7 +44,7 @@ def doctor() -> None:
     """
     from trtllm_mhc.cli.doctor import run
 
-    raise typer.Exit(run(Console()))
+    raise typer.Exit(run(_console()))
 
 
 @app.command()
@@ -78,4 +87,4 @@ def demo(
         commit=commit,
         timing_cache=timing_cache,
     )
-    raise typer.Exit(run(options, json_path, Console()))
+    raise typer.Exit(run(options, json_path, _console()))
