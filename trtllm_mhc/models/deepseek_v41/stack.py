@@ -4,17 +4,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import tensorrt as trt
 
 from trtllm_mhc.models.deepseek_v41.config import DeepseekV41Config
-from trtllm_mhc.models.deepseek_v41.weights import EngramWeights, ModelWeights
+from trtllm_mhc.models.deepseek_v41.weights import AttentionWeights, ElementwiseWeights, EngramWeights, MlpWeights
 from trtllm_mhc.network import functional, ops
-from trtllm_mhc.network.boundaries import Boundaries, CommunicatorSpec, Step
+from trtllm_mhc.network.boundaries import Boundaries, CommunicatorSpec, LayerWeights, Step
 
 Sublayers = Literal["matmul", "none"]
+
+
+class BoundaryWeights(Protocol):
+    """What the boundaries themselves are made of; replicated on every rank."""
+
+    def layer(self, index: int) -> LayerWeights:
+        """The boundaries of layer ``index``."""
+
+    def engram(self, index: int) -> EngramWeights:
+        """The injection before the attention of layer ``index``."""
+
+    def final_norm(self) -> ops.Array:
+        """[H] bf16, the weight of the norm after the final collapse."""
+
+
+class StackWeights(BoundaryWeights, Protocol):
+    """The boundaries and the stand-ins between them, sharded by rank. `ModelWeights` has them from a seed."""
+
+    def attention(self, index: int, rank: int, tp_size: int) -> AttentionWeights:
+        """The attention of layer ``index`` on ``rank``."""
+
+    def mlp(self, index: int, rank: int, tp_size: int) -> MlpWeights:
+        """The gated MLP of layer ``index`` on ``rank``."""
+
+    def elementwise(self, sublayer: int, rank: int, tp_size: int) -> ElementwiseWeights:
+        """The stand-in without matrices of sublayer ``sublayer`` (2 * layer, plus 1 for the MoE) on ``rank``."""
+
+
+class Sublayer(Protocol):
+    """From a sublayer's input [M, H] bf16 to what `Boundaries` reduces: this rank's partial output [M, H] bf16."""
+
+    def __call__(self, index: int, x: trt.ITensor) -> trt.ITensor:
+        """The sublayer of layer ``index``."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +68,7 @@ class BoundaryStack:
 def build_boundary_stack(
     network: trt.INetworkDefinition,
     config: DeepseekV41Config,
-    weights: ModelWeights,
+    weights: StackWeights,
     spec: CommunicatorSpec,
     *,
     rank: int,
@@ -73,11 +106,43 @@ def build_boundary_stack(
         raise ValueError(f"build_boundary_stack: sublayers: expected 'matmul' or 'none', got {sublayers!r}")
 
     standins = _Sublayers(network, weights, rank, spec.tp_size, sublayers)
-    boundaries = Boundaries(network, spec)
-    step = Step(rows)
-    streams = []
     embeddings = network.add_input("embeddings", trt.bfloat16, (rows, config.hidden_size))
+    output, streams = layer_loop(
+        Boundaries(network, spec), config, weights, embeddings, Step(rows), standins.attention, standins.moe
+    )
+    output.name = "hidden_states"
+    network.mark_output(output)
+    if output_streams:
+        for index, tensor in enumerate(streams):
+            tensor.name = f"streams_{index}"
+            network.mark_output(tensor)
+    return BoundaryStack(embeddings, output, streams)
 
+
+def layer_loop(
+    boundaries: Boundaries,
+    config: DeepseekV41Config,
+    weights: BoundaryWeights,
+    embeddings: trt.ITensor,
+    step: Step,
+    attention: Sublayer,
+    moe: Sublayer,
+) -> tuple[trt.ITensor, tuple[trt.ITensor, ...]]:
+    """The layers of DeepSeek V4.1 around whatever ``attention`` and ``moe`` are.
+
+    Args:
+        boundaries: appends to the network that ``embeddings`` [M, H] bf16 belongs to.
+        config: the dimensions.
+        weights: of the boundaries.
+        embeddings: what enters the first layer.
+        step: the rows.
+        attention, moe: the sublayers.
+
+    Returns:
+        The result of the final norm [M, H] bf16, and the streams after each boundary in order [M, hc, H] bf16.
+    """
+    network = boundaries.network
+    streams = []
     layer = weights.layer(0)
     state, x = boundaries.first(layer, embeddings, step)
     for index in range(config.num_hidden_layers):
@@ -91,25 +156,17 @@ def build_boundary_stack(
             else:
                 state, x, _, _ = boundaries.sublayer(layer, False, state, step)
                 streams.append(state.residual)
-        state.pending = standins.attention(index, x)
+        state.pending = attention(index, x)
         boundaries.join(layer, step)
         state, x, _, _ = boundaries.sublayer(layer, True, state, step)
         streams.append(state.residual)
-        state.pending = standins.moe(index, x)
+        state.pending = moe(index, x)
         boundaries.join(layer, step)
 
     residual = boundaries.post_only(state)
     streams.append(residual)
     collapsed = functional.mhc_final_collapse(network, residual, state.pre)
-    output = functional.rms_norm(network, collapsed, weights.final_norm(), config.rms_norm_eps)
-
-    output.name = "hidden_states"
-    network.mark_output(output)
-    if output_streams:
-        for index, tensor in enumerate(streams):
-            tensor.name = f"streams_{index}"
-            network.mark_output(tensor)
-    return BoundaryStack(embeddings, output, tuple(streams))
+    return functional.rms_norm(network, collapsed, weights.final_norm(), config.rms_norm_eps), tuple(streams)
 
 
 def inject_engram(
@@ -154,7 +211,7 @@ class _Sublayers:
     """
 
     def __init__(
-        self, network: trt.INetworkDefinition, weights: ModelWeights, rank: int, tp_size: int, kind: Sublayers
+        self, network: trt.INetworkDefinition, weights: StackWeights, rank: int, tp_size: int, kind: Sublayers
     ) -> None:
         self.network = network
         self.weights = weights
