@@ -33,6 +33,10 @@ class BoundaryWeights(Protocol):
 class StackWeights(BoundaryWeights, Protocol):
     """The boundaries and the stand-ins between them, sharded by rank. `ModelWeights` has them from a seed."""
 
+    @property
+    def config(self) -> DeepseekV41Config:
+        """The dimensions that they were made for."""
+
     def attention(self, index: int, rank: int, tp_size: int) -> AttentionWeights:
         """The attention of layer ``index`` on ``rank``."""
 
