@@ -154,6 +154,15 @@ class EngineGroup:
         return list(self._ranks[0].inputs)
 
     @property
+    def input_ranges(self) -> dict[str, tuple[npt.DTypeLike, tuple[int, ...], tuple[int, ...]]]:
+        """Each input's dtype, and the smallest and the largest shape that the engine takes."""
+        engine = self._ranks[0].engine
+        return {
+            name: (self._ranks[0].buffers[name].dtype, _smallest_shape(engine, name), _largest_shape(engine, name))
+            for name in self._ranks[0].inputs
+        }
+
+    @property
     def output_names(self) -> list[str]:
         """Names of the outputs, in the engine's order."""
         return list(self._ranks[0].outputs)
@@ -171,10 +180,25 @@ class EngineGroup:
             MailboxError: a plugin's kernel gave up; the outputs were NaN.
             EngineError: TensorRT failed otherwise.
         """
+        self.prepare(feeds)
+        return self.run_prepared()
+
+    def prepare(self, feeds: Sequence[Feeds]) -> None:
+        """The first half of `run`, in which no rank waits for another: a failure leaves the group as it was.
+
+        Copies the inputs and sets their shapes; with shapes that are new, runs every rank alone.
+
+        Raises: as `run`.
+        """
         if len(feeds) != self._group.size:
             raise ValueError(f"expected feeds for {self._group.size} ranks, got {len(feeds)}")
-        # Bad inputs are found on every rank before any rank waits for another.
         self._group.run(lambda rank: self._prepare(rank, feeds[rank]), timeout_s=self._timeout_s)
+
+    def run_prepared(self) -> list[Outputs]:
+        """The second half of `run`: all ranks over the inputs that `prepare` took.
+
+        Raises: as `run`. After an error the ranks may be at different places: close the group.
+        """
         return self._group.run(self._pass, timeout_s=self._timeout_s)
 
     def capture(self, passes: int = 1) -> None:
@@ -374,6 +398,13 @@ def _captured(rank: _Rank) -> Graph:
     if rank.graph is None:
         raise EngineError("nothing is captured: call capture() first")
     return rank.graph
+
+
+def _smallest_shape(engine: Any, name: str) -> tuple[int, ...]:
+    shape = tuple(engine.get_tensor_shape(name))
+    if -1 not in shape:
+        return shape
+    return tuple(engine.get_tensor_profile_shape(name, 0)[0])
 
 
 def _largest_shape(engine: Any, name: str) -> tuple[int, ...]:
