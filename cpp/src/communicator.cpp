@@ -58,7 +58,7 @@ struct Offer {
     void* address;
     cudaIpcMemHandle_t handle;
     int32_t hasHandle;
-    int32_t pad;
+    int32_t residentRows;  // of a kernel that exchanges
 };
 
 struct Verdict {
@@ -171,10 +171,11 @@ FinalizeInput finalizeInput(mhcBoundaryArgs const& args) {
             static_cast<uint4 const*>(args.shared_output),  args.top_k,          args.permuted_rows};
 }
 
-ConsumeArgs consumeArgs(mhcBoundaryArgs const& args, int hidden) {
-    ConsumeArgs out{};
+BoundaryArgs kernelArgs(mhcBoundaryArgs const& args) {
+    BoundaryArgs out{};
     out.x = static_cast<uint4 const*>(args.x);
-    out.xRowStride = hidden / kFragment;
+    if (args.top_k > 0)
+        out.finalize = finalizeInput(args);
     out.residual = static_cast<uint4 const*>(args.residual);
     out.post = args.post;
     out.comb = args.comb;
@@ -240,8 +241,8 @@ CommSettings readConfig(mhcCommConfig const* config) {
         config->on_error == MHC_ON_ERROR_RAISE || config->on_error == MHC_ON_ERROR_TRAP,
         "on_error must be 0 (raise) or 1 (trap), got ", config->on_error);
     require(
-        config->wait_mode >= MHC_WAIT_AUTO && config->wait_mode <= MHC_WAIT_GATE,
-        "wait_mode must be 0 (auto), 1 (spin) or 2 (gate), got ", config->wait_mode);
+        config->wait_mode >= MHC_WAIT_AUTO && config->wait_mode <= MHC_WAIT_SPLIT,
+        "wait_mode must be 0 (auto), 1 (spin), 2 (gate) or 3 (split), got ", config->wait_mode);
     int devices = 0;
     cudaError_t const counted = cudaGetDeviceCount(&devices);
     checkCuda(counted, "a communicator needs a CUDA device: cudaGetDeviceCount");
@@ -327,6 +328,7 @@ public:
             }
             c_.boxes_.push_back(made);
         }
+        decideHowToWait(residentRows_);
         c_.fill();
     }
 
@@ -398,6 +400,10 @@ private:
                 cudaHostAllocPortable | cudaHostAllocMapped),
             "cudaHostAlloc of the error records");
         checkCuda(loadAllKernels(), "loading the kernels (is the library built for this GPU?)");
+        if (s_.tpSize > 1) {
+            checkCuda(
+                residentExchangeRows(s_.hiddenSize, s_.tpSize, residentRows_), "asking how many CTAs are resident");
+        }
     }
 
     void allocate() {
@@ -405,6 +411,7 @@ private:
         try {
             allocateHere();
             mine.address = c_.mailbox_;
+            mine.residentRows = residentRows_;
             bool otherProcess = false;
             for (int r = 0; r < s_.tpSize; ++r)
                 otherProcess = otherProcess || !sameProcess(r);
@@ -482,7 +489,17 @@ private:
                 sharing += sameDevice(a, b) ? 1 : 0;
             c_.ranksPerDevice_ = std::max(c_.ranksPerDevice_, sharing);
         }
+        int resident = residentRows_;
+        for (Offer const& offer : offers_)
+            resident = std::min(resident, offer.residentRows);
+        decideHowToWait(resident);
+    }
+
+    void decideHowToWait(int residentRows) {
         c_.waitsAtGate_ = s_.waitMode == MHC_WAIT_GATE || (s_.waitMode == MHC_WAIT_AUTO && c_.ranksPerDevice_ > 1);
+        // A CTA that publishes and waits in one kernel needs those of its peers on the device beside it.
+        bool const mayExchange = !c_.waitsAtGate_ && s_.waitMode != MHC_WAIT_SPLIT;
+        c_.exchangeRows_ = mayExchange ? residentRows / c_.ranksPerDevice_ : 0;
         for (Mailbox& box : c_.boxes_)
             box.headerLast = c_.waitsAtGate_ ? 1 : 0;
     }
@@ -491,6 +508,7 @@ private:
     CommSettings const& s_;
     std::vector<Introduction> peers_;
     std::vector<Offer> offers_;
+    int residentRows_ = 0;
 };
 
 Communicator::Communicator(CommSettings settings, std::unique_ptr<Bootstrap> bootstrap)
@@ -517,7 +535,8 @@ void Communicator::quiesce() {
 }
 
 void Communicator::barrier() {
-    if (bootstrap_ != nullptr) bootstrap_->gather(int32_t{1}, settings_.tpSize);
+    if (bootstrap_ != nullptr)
+        bootstrap_->gather(int32_t{1}, settings_.tpSize);
 }
 
 // Every word of the mailbox to "not arrived", every lane to its first call; complete when it returns.
@@ -596,6 +615,7 @@ mhcCommInfo Communicator::info() const {
     info.lanes = settings_.lanes;
     info.ranks_per_device = ranksPerDevice_;
     info.waits_at_gate = waitsAtGate_ ? 1 : 0;
+    info.exchange_rows = exchangeRows_;
     info.mailbox_bytes = mailboxBytes_;
     return info;
 }
@@ -609,25 +629,37 @@ void Communicator::checkUsable(int lane) const {
         fail(MHC_MAILBOX_ERROR, describe(records_[lane], lane));
 }
 
-// Publishes and consumes `rows` rows, capacity of them at a time.
-template <typename Publish>
+void Communicator::launchPublishOf(
+    Mailbox const& box, BoundaryArgs const& args, Chunk const& chunk, cudaStream_t stream) const {
+    checkCuda(
+        args.finalize.topK > 0 ? launchFinalizePublish(box, args.finalize, chunk, Launch::kOverlapped, stream)
+                               : launchPublish(box, args.x, chunk, Launch::kOverlapped, stream),
+        "launching the publish");
+}
+
+// Publishes, unless a producer has, and consumes `rows` rows, capacity of them at a time.
 void Communicator::exchange(
-    int lane, int rows, Published published, ConsumeShape const& shape, ConsumeArgs args, cudaStream_t stream,
-    Publish publish) {
+    int lane, int rows, Published published, Consumer consumer, BoundaryArgs args, cudaStream_t stream) {
     Mailbox const& box = boxes_[static_cast<size_t>(lane)];
     bool const byProducer = published == Published::kByProducer;
-    uint32_t const operation = operationWord(published, byProducer ? Consumer::kUnknown : shape.consumer);
-    // Where ranks share a device a consumer must not take its place before everything has arrived.
-    Launch const consumeHow = waitsAtGate_ ? Launch::kPlain : Launch::kOverlapped;
+    uint32_t const operation = operationWord(published, byProducer ? Consumer::kUnknown : consumer);
+    args.publishedByProducer = byProducer ? 1 : 0;
     for (int begin = 0; begin < rows; begin += settings_.capacity) {
-        Chunk const chunk{begin, std::min(settings_.capacity, rows - begin), rows, nextOwner(), operation};
-        publish(box, chunk);
-        if (waitsAtGate_)
-            checkCuda(launchGate(box, chunk, stream), "launching the gate");
-        args.chunk = chunk;
-        args.publishedByProducer = byProducer ? 1 : 0;
+        args.chunk = {begin, std::min(settings_.capacity, rows - begin), rows, nextOwner(), operation};
+        BoundaryShape shape{Source::kMailbox, consumer, settings_.hiddenSize, settings_.tpSize};
+        if (!byProducer && args.chunk.rows <= exchangeRows_) {
+            shape.source = Source::kExchange;
+            checkCuda(launchBoundary(shape, box, args, Launch::kOverlapped, stream), "launching the boundary");
+            continue;
+        }
+        if (!byProducer)
+            launchPublishOf(box, args, args.chunk, stream);
         args.preload = byProducer ? 0 : 1;
-        checkCuda(launchConsume(shape, box, args, consumeHow, stream), "launching the consumer");
+        // Where ranks share a device a consumer must not take its place before everything has arrived.
+        if (waitsAtGate_)
+            checkCuda(launchGate(box, args.chunk, stream), "launching the gate");
+        Launch const how = waitsAtGate_ ? Launch::kPlain : Launch::kOverlapped;
+        checkCuda(launchBoundary(shape, box, args, how, stream), "launching the consumer");
     }
 }
 
@@ -639,26 +671,13 @@ void Communicator::boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t 
         return;
     }
     checkUsable(lane);
-    ConsumeShape const shape{consumerOf(args), settings_.hiddenSize, settings_.tpSize};
-    ConsumeArgs const consume = consumeArgs(args, settings_.hiddenSize);
-    if (args.published) {
-        require(
-            args.rows <= settings_.capacity, "a published contribution has at most capacity = ", settings_.capacity,
-            " rows, got ", args.rows);
-        exchange(lane, args.rows, Published::kByProducer, shape, consume, stream, [](Mailbox const&, Chunk const&) {});
-    } else if (args.top_k > 0) {
-        exchange(
-            lane, args.rows, Published::kFinalize, shape, consume, stream, [&](Mailbox const& box, Chunk const& chunk) {
-                checkCuda(
-                    launchFinalizePublish(box, finalizeInput(args), chunk, Launch::kOverlapped, stream),
-                    "launching the finalizing publish");
-            });
-    } else {
-        exchange(
-            lane, args.rows, Published::kPlain, shape, consume, stream, [&](Mailbox const& box, Chunk const& chunk) {
-                checkCuda(launchPublish(box, consume.x, chunk, Launch::kOverlapped, stream), "launching the publish");
-            });
-    }
+    require(
+        args.published == 0 || args.rows <= settings_.capacity,
+        "a published contribution has at most capacity = ", settings_.capacity, " rows, got ", args.rows);
+    Published const published = args.published != 0 ? Published::kByProducer
+                                : args.top_k > 0    ? Published::kFinalize
+                                                    : Published::kPlain;
+    exchange(lane, args.rows, published, consumerOf(args), kernelArgs(args), stream);
 }
 
 void Communicator::publish(int lane, void const* x, int rows, cudaStream_t stream) {
@@ -670,80 +689,57 @@ void Communicator::publish(int lane, void const* x, int rows, cudaStream_t strea
     if (rows == 0)
         return;
     requireAligned(x, "x");
+    BoundaryArgs args{};
+    args.x = static_cast<uint4 const*>(x);
     Chunk const chunk{0, rows, rows, nextOwner(), operationWord(Published::kByProducer, Consumer::kUnknown)};
-    checkCuda(
-        launchPublish(
-            boxes_[static_cast<size_t>(lane)], static_cast<uint4 const*>(x), chunk, Launch::kOverlapped, stream),
-        "launching the publish");
+    launchPublishOf(boxes_[static_cast<size_t>(lane)], args, chunk, stream);
 }
 
-void Communicator::allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream) {
+namespace {
+
+BoundaryArgs allReduceArgs(void const* x, void* sum, int rows) {
     require(rows >= 0, "rows must not be negative, got ", rows);
-    if (settings_.tpSize == 1) {
-        require(!closed_, "the communicator is closed");
-        allReduceLocal(x, sum, rows, settings_.hiddenSize, stream);
-        return;
-    }
     if (rows > 0) {
         requireAligned(x, "x");
         requireAligned(sum, "sum");
         require(x != sum, "sum must be another tensor than x");
     }
-    checkUsable(lane);
-    ConsumeArgs consume{};
-    consume.residualOut = static_cast<uint4*>(sum);
-    exchange(
-        lane, rows, Published::kPlain, {Consumer::kAllReduce, settings_.hiddenSize, settings_.tpSize}, consume, stream,
-        [&](Mailbox const& box, Chunk const& chunk) {
-            checkCuda(
-                launchPublish(box, static_cast<uint4 const*>(x), chunk, Launch::kOverlapped, stream),
-                "launching the publish");
-        });
+    BoundaryArgs args{};
+    args.x = static_cast<uint4 const*>(x);
+    args.residualOut = static_cast<uint4*>(sum);
+    return args;
 }
 
-namespace {
-
-void consumeLocally(ConsumeShape const& shape, ConsumeArgs args, int rows, cudaStream_t stream) {
+void launchLocally(Consumer consumer, int hidden, BoundaryArgs args, int rows, cudaStream_t stream) {
+    require(hiddenSizeSupported(hidden), "hidden_size must be 4096, 5120 or 7168, got ", hidden);
     for (int begin = 0; begin < rows; begin += kMaxCapacity) {
         args.chunk = {begin, std::min(kMaxCapacity, rows - begin), rows, 0, 0};
-        checkCuda(launchConsume(shape, Mailbox{}, args, Launch::kOverlapped, stream), "launching the local boundary");
+        checkCuda(
+            launchBoundary({Source::kLocal, consumer, hidden, 1}, Mailbox{}, args, Launch::kOverlapped, stream),
+            "launching the local boundary");
     }
 }
 
 }  // namespace
 
+void Communicator::allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream) {
+    BoundaryArgs const args = allReduceArgs(x, sum, rows);
+    if (settings_.tpSize == 1) {
+        require(!closed_, "the communicator is closed");
+        launchLocally(Consumer::kAllReduce, settings_.hiddenSize, args, rows, stream);
+        return;
+    }
+    checkUsable(lane);
+    exchange(lane, rows, Published::kPlain, Consumer::kAllReduce, args, stream);
+}
+
 void boundaryLocal(int hidden, mhcBoundaryArgs const& args, cudaStream_t stream) {
     checkBoundaryArgs(args);
-    require(hiddenSizeSupported(hidden), "hidden_size must be 4096, 5120 or 7168, got ", hidden);
-    ConsumeArgs consume = consumeArgs(args, hidden);
-    if (args.top_k > 0 && args.rows > 0) {
-        require(
-            args.rows <= kMaxCapacity, "a local boundary finalizes at most ", kMaxCapacity, " rows, got ", args.rows);
-        // The finalized row lies where its first mixed stream will go: the thread that reads it is the one that
-        // overwrites it.
-        consume.x = consume.residualOut;
-        consume.xRowStride = MHC_STREAMS * (hidden / kFragment);
-        checkCuda(
-            launchFinalizeLocal(
-                finalizeInput(args), consume.residualOut, consume.xRowStride, args.rows, hidden, stream),
-            "launching the local finalize");
-    }
-    consumeLocally({consumerOf(args), hidden, 1}, consume, args.rows, stream);
+    launchLocally(consumerOf(args), hidden, kernelArgs(args), args.rows, stream);
 }
 
 void allReduceLocal(void const* x, void* sum, int rows, int hidden, cudaStream_t stream) {
-    require(rows >= 0, "rows must not be negative, got ", rows);
-    require(hiddenSizeSupported(hidden), "hidden_size must be 4096, 5120 or 7168, got ", hidden);
-    if (rows == 0)
-        return;
-    requireAligned(x, "x");
-    requireAligned(sum, "sum");
-    require(x != sum, "sum must be another tensor than x");
-    ConsumeArgs consume{};
-    consume.x = static_cast<uint4 const*>(x);
-    consume.xRowStride = hidden / kFragment;
-    consume.residualOut = static_cast<uint4*>(sum);
-    consumeLocally({Consumer::kAllReduce, hidden, 1}, consume, rows, stream);
+    launchLocally(Consumer::kAllReduce, hidden, allReduceArgs(x, sum, rows), rows, stream);
 }
 
 }  // namespace mhc

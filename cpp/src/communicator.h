@@ -64,10 +64,8 @@ private:
     void fill();
     void release() noexcept;
     void checkUsable(int lane) const;
-    template <typename Publish>
-    void exchange(
-        int lane, int rows, Published published, ConsumeShape const& shape, ConsumeArgs args, cudaStream_t stream,
-        Publish publish);
+    void launchPublishOf(Mailbox const& box, BoundaryArgs const& args, Chunk const& chunk, cudaStream_t stream) const;
+    void exchange(int lane, int rows, Published published, Consumer consumer, BoundaryArgs args, cudaStream_t stream);
 
     CommSettings settings_;
     std::unique_ptr<Bootstrap> bootstrap_;
@@ -79,6 +77,7 @@ private:
     size_t mailboxBytes_ = 0;
     int ranksPerDevice_ = 1;
     bool waitsAtGate_ = false;
+    int exchangeRows_ = 0;  // up to which one kernel publishes and consumes
     std::atomic<bool> closed_{false};
 };
 

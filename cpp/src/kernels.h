@@ -6,8 +6,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <vector>
 
+#include "mhc/finalize.h"
 #include "mhc/mailbox.h"
 #include "mhc/mhc.h"
 
@@ -22,19 +22,10 @@ struct Chunk {
     uint32_t operation;  // operationWord of what is published
 };
 
-struct FinalizeInput {
-    uint4 const* permuted;
-    float const* weights;
-    int32_t const* index;
-    uint4 const* shared;
-    int32_t topK;
-    int32_t permutedRows;
-};
-
-struct ConsumeArgs {
+struct BoundaryArgs {
     Chunk chunk;
-    uint4 const* x;      // local boundaries only
-    int32_t xRowStride;  // of x, in fragments
+    uint4 const* x;          // with finalize.topK 0; not read where the contribution is in the mailbox already
+    FinalizeInput finalize;  // likewise
     uint4 const* residual;
     float const* post;
     float const* comb;
@@ -49,10 +40,18 @@ struct ConsumeArgs {
     int32_t preload;  // 1: the kernel before this one has waited for everything earlier, so inputs may be read at once
 };
 
-struct ConsumeShape {
+// Where a boundary kernel finds the contributions.
+enum class Source {
+    kLocal,     // there is only this rank's own
+    kMailbox,   // in the mailbox, published by an earlier kernel
+    kExchange,  // this kernel publishes this rank's and waits for the others': all its CTAs must be resident at once
+};
+
+struct BoundaryShape {
+    Source source;
     Consumer consumer;
     int hidden;
-    int tp;  // 1: from args.x, no mailbox
+    int tp;
 };
 
 enum class Launch { kPlain, kOverlapped };  // kOverlapped: programmatic dependent launch
@@ -62,14 +61,14 @@ cudaError_t launchFill(void* memory, size_t bytes, cudaStream_t stream);
 cudaError_t launchPublish(Mailbox const& box, uint4 const* x, Chunk const& chunk, Launch how, cudaStream_t stream);
 cudaError_t launchFinalizePublish(
     Mailbox const& box, FinalizeInput const& input, Chunk const& chunk, Launch how, cudaStream_t stream);
-// FinalizeInput reduced on this rank alone, for local boundaries: row r goes to out + r * rowStride (in fragments).
-cudaError_t launchFinalizeLocal(
-    FinalizeInput const& input, uint4* out, int rowStride, int rows, int hidden, cudaStream_t stream);
 cudaError_t launchGate(Mailbox const& box, Chunk const& chunk, cudaStream_t stream);
-cudaError_t launchConsume(
-    ConsumeShape const& shape, Mailbox const& box, ConsumeArgs const& args, Launch how, cudaStream_t stream);
+cudaError_t launchBoundary(
+    BoundaryShape const& shape, Mailbox const& box, BoundaryArgs const& args, Launch how, cudaStream_t stream);
 
 bool hiddenSizeSupported(int hidden);
+
+// Rows of which an exchanging kernel's CTAs are resident at once on the current device, whatever the consumer.
+cudaError_t residentExchangeRows(int hidden, int tp, int& rows);
 
 // Loads every kernel onto the current device. A kernel that is loaded on first use can stall behind one that spins.
 cudaError_t loadAllKernels();

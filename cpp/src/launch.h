@@ -54,6 +54,6 @@ inline cudaError_t loadKernels(std::initializer_list<void const*> kernels) {
 }
 
 cudaError_t loadPublishKernels();
-cudaError_t loadConsumeKernels();
+cudaError_t loadBoundaryKernels();
 
 }  // namespace mhc

@@ -3,20 +3,18 @@
 // Publishing: this rank's contribution goes into every rank's mailbox.
 #include "kernels.h"
 #include "launch.h"
+#include "mhc/finalize.cuh"
 #include "mhc/mailbox.cuh"
 #include "mhc/mix.cuh"
 
 namespace mhc {
 namespace {
 
-// Stores one fragment at every rank, the neighbours first, so that the ranks do not all write to rank 0 at once.
-__device__ __forceinline__ void storeFragment(Mailbox const& box, uint32_t sequence, int token, int fragment, uint4 v) {
-    size_t const offset = slotOffset(box, generationOf(sequence), box.rank, token, fragment);
-    int peer = box.rank;
-    for (int i = 0; i < box.tpSize; ++i) {
-        peer = peer + 1 == box.tpSize ? 0 : peer + 1;
-        ptx::storeRelaxedSystem(box.slots[peer] + offset, v);
-    }
+// To the peers and to this rank's consumer. Called by one CTA.
+__device__ __forceinline__ void announce(Mailbox const& box, uint32_t sequence, Chunk const& chunk) {
+    publishHeader<true>(box, sequence, chunk.totalRows, chunk.operation);
+    if (threadIdx.x == 0)
+        markPending(box, sequence, chunk.totalRows, chunk.operation);
 }
 
 // The frame of a publishing kernel: ticket, rows, header. `value` computes this thread's fragment.
@@ -38,11 +36,11 @@ __device__ __forceinline__ void publishRows(Mailbox const& box, Chunk const& chu
     if (!granted)
         return;
     uint32_t const sequence = sequenceShared;
-    storeFragment(box, sequence, token, fragment, v);
+    storeFragment<true>(box, sequence, token, fragment, v);
 
     if (!box.headerLast) {
         if (blockIdx.x == 0 && blockIdx.y == 0)
-            publishHeader(box, sequence, chunk.totalRows, chunk.operation);
+            announce(box, sequence, chunk);
         return;
     }
     __syncthreads();
@@ -53,7 +51,7 @@ __device__ __forceinline__ void publishRows(Mailbox const& box, Chunk const& chu
     __syncthreads();
     if (!last)
         return;
-    publishHeader(box, sequence, chunk.totalRows, chunk.operation);
+    announce(box, sequence, chunk);
     if (threadIdx.x == 0)
         box.state->publishArrivals = 0;
 }
@@ -65,70 +63,10 @@ __global__ void __launch_bounds__(kThreads)
         box, chunk, [&](int row, int fragment) { return x[static_cast<size_t>(row) * rowFragments + fragment]; });
 }
 
-struct BadIndex {
-    bool found = false;
-    int value = 0;
-};
-
-// acc = fma(row, weight, acc) in route order from 0, one rounding after the shared expert is added. Index -1 names an
-// expert of another rank, whose row is not read. Any other index outside the tensor makes the fragment NaN.
-__device__ __forceinline__ uint4
-finalizeFragment(FinalizeInput const& input, int row, int fragment, int rowFragments, BadIndex& bad) {
-    float low[kWords] = {};
-    float high[kWords] = {};
-    int32_t const* index = input.index + static_cast<size_t>(row) * input.topK;
-    float const* weights = input.weights + static_cast<size_t>(row) * input.topK;
-    for (int k = 0; k < input.topK; ++k) {
-        int const at = index[k];
-        if (at == -1)
-            continue;
-        if (at < 0 || at >= input.permutedRows) {
-            bad = {true, at};
-            return filled(kNaNWord);
-        }
-        uint4 const v = input.permuted[static_cast<size_t>(at) * rowFragments + fragment];
-        float const weight = weights[k];
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-            low[w] = __fmaf_rn(lowHalf(wordOf(v, w)), weight, low[w]);
-            high[w] = __fmaf_rn(highHalf(wordOf(v, w)), weight, high[w]);
-        }
-    }
-    uint4 const shared = input.shared[static_cast<size_t>(row) * rowFragments + fragment];
-    uint4 out;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-        setWord(
-            out, w,
-            packRounded(
-                __fadd_rn(low[w], lowHalf(wordOf(shared, w))), __fadd_rn(high[w], highHalf(wordOf(shared, w)))));
-    }
-    return out;
-}
-
 __global__ void __launch_bounds__(kThreads) finalizePublishKernel(
     __grid_constant__ Mailbox const box, __grid_constant__ FinalizeInput const input,
     __grid_constant__ Chunk const chunk) {
-    publishRows(box, chunk, [&](int row, int fragment) {
-        BadIndex bad;
-        uint4 const v = finalizeFragment(input, row, fragment, box.hiddenSize / kFragment, bad);
-        // Only noted here: the whole call is still published, so that no peer waits; the consumer reports it.
-        if (bad.found && fragment == 0 && atomicCAS(&box.state->badIndexToken, 0u, row + 1u) == 0u) {
-            box.state->badIndex = static_cast<uint32_t>(bad.value);
-            box.state->badIndexRows = static_cast<uint32_t>(input.permutedRows);
-        }
-        return v;
-    });
-}
-
-__global__ void __launch_bounds__(kThreads)
-    finalizeLocalKernel(__grid_constant__ FinalizeInput const input, uint4* out, int rowStride, int rowFragments) {
-    int const row = static_cast<int>(blockIdx.y);
-    int const fragment = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
-    BadIndex bad;
-    ptx::gridDependencyWait();
-    out[static_cast<size_t>(row) * rowStride + fragment] =
-        clearNegativeZero(finalizeFragment(input, row, fragment, rowFragments, bad));
+    publishRows(box, chunk, [&](int row, int fragment) { return finalizeForMailbox(box, input, row, fragment); });
 }
 
 // Waits for all headers so that the consumer, launched after it, finds everything in place. Where ranks share a device
@@ -177,13 +115,6 @@ cudaError_t launchFinalizePublish(
         finalizePublishKernel, rowGrid(box.hiddenSize, chunk.rows), kThreads, 1, how, stream, box, input, chunk);
 }
 
-cudaError_t launchFinalizeLocal(
-    FinalizeInput const& input, uint4* out, int rowStride, int rows, int hidden, cudaStream_t stream) {
-    return launchKernel(
-        finalizeLocalKernel, rowGrid(hidden, rows), kThreads, 1, Launch::kPlain, stream, input, out, rowStride,
-        hidden / kFragment);
-}
-
 cudaError_t launchGate(Mailbox const& box, Chunk const& chunk, cudaStream_t stream) {
     return launchKernel(gateKernel, dim3(1), 32, 1, Launch::kPlain, stream, box, chunk);
 }
@@ -197,8 +128,8 @@ cudaError_t launchFill(void* memory, size_t bytes, cudaStream_t stream) {
 
 cudaError_t loadPublishKernels() {
     return loadKernels(
-        {kernelAddress(publishKernel), kernelAddress(finalizePublishKernel), kernelAddress(finalizeLocalKernel),
-         kernelAddress(gateKernel), kernelAddress(fillKernel)});
+        {kernelAddress(publishKernel), kernelAddress(finalizePublishKernel), kernelAddress(gateKernel),
+         kernelAddress(fillKernel)});
 }
 
 }  // namespace mhc

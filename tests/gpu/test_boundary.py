@@ -191,9 +191,10 @@ def test_mxfp8_layer_input(rows: int, hidden: int) -> None:
         group.run(work)
 
 
-@pytest.mark.parametrize("wait_mode", ["spin", "gate"])
-def test_both_ways_of_waiting(wait_mode: str) -> None:
-    inputs = make_inputs(np.random.default_rng(1), 2, 8, 5120)
+@pytest.mark.parametrize("wait_mode", ["spin", "split", "gate"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_every_way_of_waiting(rows: int, wait_mode: str) -> None:
+    inputs = make_inputs(np.random.default_rng(1), 2, rows, 5120)
     expected = inputs.expected()
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:

@@ -39,7 +39,7 @@ def works_after_reset(group: Loopback) -> None:
     group.run(work)
 
 
-@pytest.mark.parametrize("wait_mode", ["spin", "gate"])
+@pytest.mark.parametrize("wait_mode", ["spin", "split", "gate"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_peer_that_never_arrives(tp: int, wait_mode: str) -> None:
     """The others see rank, token and generation within one time-out, however many boundaries are queued."""
@@ -79,7 +79,7 @@ def test_a_peer_that_never_arrives(tp: int, wait_mode: str) -> None:
         works_after_reset(group)
 
 
-@pytest.mark.parametrize("wait_mode", ["spin", "gate"])
+@pytest.mark.parametrize("wait_mode", ["spin", "split", "gate"])
 def test_other_rows_on_another_rank(wait_mode: str) -> None:
     rng = np.random.default_rng(1)
     by_rank = [make_inputs(rng, 2, 4, 5120), make_inputs(rng, 2, 7, 5120)]

@@ -13,19 +13,24 @@ import pytest
 
 from tests.gpu.loopback import DeviceInputs, bf16, make_inputs
 from trtllm_mhc import reference
-from trtllm_mhc.runtime.communicator import Communicator, Finalize
+from trtllm_mhc.runtime.communicator import Communicator, Finalize, WaitMode
 from trtllm_mhc.runtime.cuda import DeviceArray, Stream
 
 
 @pytest.mark.parametrize("hidden", [4096, 5120, 7168])
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_every_kernel(tp: int, hidden: int) -> None:
+@pytest.mark.parametrize("wait_mode", ["spin", "split", "gate"])
+def test_every_kernel(tp: int, hidden: int, wait_mode: WaitMode) -> None:
     """Full, residual-only, MXFP8, finalize, published and all-reduce, with M around a capacity of 4."""
     rng = np.random.default_rng(tp)
     with (
-        Communicator.self_loop(tp_size=tp, device=0, hidden_size=hidden, capacity=4, timeout_s=10) as communicator,
+        Communicator.self_loop(
+            tp_size=tp, device=0, hidden_size=hidden, capacity=4, wait_mode=wait_mode, timeout_s=10
+        ) as communicator,
         Stream() as stream,
     ):
+        assert communicator.info.waits_at_gate == (wait_mode == "gate")
+        assert (communicator.info.exchange_rows > 0) == (wait_mode == "spin")
         for rows in (1, 3, 9, 2):
             x = bf16(rng, rows, hidden)
             inputs = replace(make_inputs(rng, tp, rows, hidden), xs=[x] * tp)

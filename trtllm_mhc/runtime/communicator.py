@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, get_args
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,8 @@ from trtllm_mhc.runtime.library import Library, MailboxRecord, library
 
 AllGather = Callable[[bytes], Sequence[bytes]]
 """Gives this rank's bytes to the group and returns all ranks' bytes in rank order, each as long as the argument."""
+
+WaitMode = Literal["auto", "spin", "gate", "split"]
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _F32 = np.dtype(np.float32)
@@ -50,6 +52,7 @@ class CommunicatorInfo:
         lanes: number of independent mailboxes.
         ranks_per_device: the group's maximum.
         waits_at_gate: a one-CTA kernel waits for the peers, so that ranks can share a device.
+        exchange_rows: up to which M publish and consume are one kernel; 0: never.
         multicast: NVLink multicast is used.
         mailbox_bytes: of this rank, all lanes.
     """
@@ -62,6 +65,7 @@ class CommunicatorInfo:
     lanes: int
     ranks_per_device: int
     waits_at_gate: bool
+    exchange_rows: int
     multicast: bool
     mailbox_bytes: int
 
@@ -117,7 +121,7 @@ class Communicator:
         capacity: int = 64,
         lanes: int = 1,
         on_error: Literal["raise", "trap"] = "raise",
-        wait_mode: Literal["auto", "spin", "gate"] = "auto",
+        wait_mode: WaitMode = "auto",
         timeout_s: float = 60.0,
         group: Sequence[int] = (),
     ) -> Communicator:
@@ -132,7 +136,9 @@ class Communicator:
             capacity: rows of one mailbox slot.
             lanes: independent mailboxes, one per concurrent context, stream or graph.
             on_error: "raise": outputs become NaN and the next call raises; "trap": the kernel traps.
-            wait_mode: "gate" where ranks share a device; "auto" decides.
+            wait_mode: who waits for the peers. "gate": a one-CTA kernel; "spin": every CTA, publish and consume in one
+                kernel where that fits; "split": every CTA, always two kernels; "auto": "gate" where ranks share a
+                device, else "spin".
             timeout_s: of a kernel's wait and of every collective call.
             group: world ranks, as in the plugins' `group` field; empty: 0 to tp_size - 1.
 
@@ -159,7 +165,7 @@ class Communicator:
         capacity: int = 64,
         lanes: int = 1,
         on_error: Literal["raise", "trap"] = "raise",
-        wait_mode: Literal["auto", "spin", "gate"] = "auto",
+        wait_mode: WaitMode = "auto",
         timeout_s: float = 60.0,
         group: Sequence[int] = (),
     ) -> Communicator:
@@ -178,14 +184,21 @@ class Communicator:
 
     @classmethod
     def self_loop(
-        cls, *, tp_size: int, device: int, hidden_size: int, capacity: int = 64, timeout_s: float = 60.0
+        cls,
+        *,
+        tp_size: int,
+        device: int,
+        hidden_size: int,
+        capacity: int = 64,
+        wait_mode: WaitMode = "auto",
+        timeout_s: float = 60.0,
     ) -> Communicator:
         """One rank that plays its whole group: every peer's contribution is its own.
 
         For measuring everything but the link, and for sanitizers, under which ranks cannot run side by side.
         """
         lib = library()
-        config = _config(tp_size, 0, device, hidden_size, capacity, 1, "raise", "auto", timeout_s, ())
+        config = _config(tp_size, 0, device, hidden_size, capacity, 1, "raise", wait_mode, timeout_s, ())
         handle = ctypes.c_void_p()
         lib.check(lib.mhcCommCreateSelfLoop(ctypes.byref(handle), ctypes.byref(config)), "self-loop communicator")
         return cls(lib, handle)
@@ -383,6 +396,7 @@ class Communicator:
             lanes=info.lanes,
             ranks_per_device=info.ranks_per_device,
             waits_at_gate=bool(info.waits_at_gate),
+            exchange_rows=info.exchange_rows,
             multicast=bool(info.multicast),
             mailbox_bytes=info.mailbox_bytes,
         )
@@ -434,8 +448,8 @@ def _config(
 ) -> c_api.CCommConfig:
     if on_error not in ("raise", "trap"):
         raise ValueError(f"on_error: expected 'raise' or 'trap', got {on_error!r}")
-    if wait_mode not in ("auto", "spin", "gate"):
-        raise ValueError(f"wait_mode: expected 'auto', 'spin' or 'gate', got {wait_mode!r}")
+    if wait_mode not in get_args(WaitMode):
+        raise ValueError(f"wait_mode: expected one of {get_args(WaitMode)}, got {wait_mode!r}")
     if not 0.001 <= timeout_s <= 4_000_000:
         raise ValueError(f"timeout_s: expected 0.001 to 4 000 000 seconds, got {timeout_s}")
     world = (ctypes.c_int32 * len(group))(*group) if group else None

@@ -68,6 +68,7 @@ class WaitMode(IntEnum):
     AUTO = 0
     SPIN = 1
     GATE = 2
+    SPLIT = 3
 
 
 class CErrorRecord(ctypes.Structure):
@@ -117,6 +118,7 @@ class CCommInfo(ctypes.Structure):
         ("lanes", ctypes.c_int32),
         ("ranks_per_device", ctypes.c_int32),
         ("waits_at_gate", ctypes.c_int32),
+        ("exchange_rows", ctypes.c_int32),
         ("multicast", ctypes.c_int32),
         ("mailbox_bytes", ctypes.c_size_t),
     ]

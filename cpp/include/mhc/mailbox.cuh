@@ -75,18 +75,34 @@ __device__ __forceinline__ bool takeTicket(Mailbox const& box, uint32_t owner, u
     return true;
 }
 
-// Stores this rank's header at every rank and marks the call pending. Called by threads 0 .. tp-1 of one CTA.
+// Stores one fragment at every rank, the neighbours first, so that the ranks do not all write to rank 0 at once; the
+// last is this rank itself, which a kernel that keeps its own fragment leaves out.
+template <bool kToSelf>
+__device__ __forceinline__ void storeFragment(Mailbox const& box, uint32_t sequence, int token, int fragment, uint4 v) {
+    size_t const offset = slotOffset(box, generationOf(sequence), box.rank, token, fragment);
+    int const stores = kToSelf ? box.tpSize : box.tpSize - 1;
+    int peer = box.rank;
+    for (int i = 0; i < stores; ++i) {
+        peer = peer + 1 == box.tpSize ? 0 : peer + 1;
+        ptx::storeRelaxedSystem(box.slots[peer] + offset, v);
+    }
+}
+
+// Stores this rank's header at every rank. Called by threads 0 .. tp-1 of one CTA.
+template <bool kToSelf>
 __device__ __forceinline__ void publishHeader(Mailbox const& box, uint32_t sequence, int rows, uint32_t operation) {
     int const peer = static_cast<int>(threadIdx.x);
-    if (peer < box.tpSize) {
+    if (peer < box.tpSize && (kToSelf || peer != box.rank)) {
         uint4 const header{sequence, static_cast<uint32_t>(rows), operation, static_cast<uint32_t>(box.lane)};
         ptx::storeRelaxedSystem(box.headers[peer] + headerOffset(box, generationOf(sequence), box.rank), header);
     }
-    if (threadIdx.x == 0) {
-        box.state->active = sequence;
-        box.state->rows = rows;
-        box.state->pending = operation;
-    }
+}
+
+// Tells the consumer, a kernel of its own, what to consume. Called by one thread.
+__device__ __forceinline__ void markPending(Mailbox const& box, uint32_t sequence, int rows, uint32_t operation) {
+    box.state->active = sequence;
+    box.state->rows = static_cast<uint32_t>(rows);
+    box.state->pending = operation;
 }
 
 // A bounded wait: whether to go on. Looks at the clock and at the lane's error word now and then only.

@@ -64,11 +64,13 @@ typedef enum mhcOnError {
     MHC_ON_ERROR_TRAP = 1    // the kernel traps: for hosts that would not look at the record
 } mhcOnError;
 
-// How ranks that share a device wait. See docs/architecture.md, "Ranks on one device".
+// Who waits for the peers. See docs/architecture.md, "Waiting".
 typedef enum mhcWaitMode {
     MHC_WAIT_AUTO = 0,  // gate where ranks share a device, spin elsewhere
-    MHC_WAIT_SPIN = 1,  // every consumer CTA polls for itself
-    MHC_WAIT_GATE = 2   // a one-CTA kernel waits, the consumer follows it
+    MHC_WAIT_SPIN =
+        1,  // every CTA polls for itself; publish and consume are one kernel where all its CTAs are resident
+    MHC_WAIT_GATE = 2,  // a one-CTA kernel waits, the consumer follows it
+    MHC_WAIT_SPLIT = 3  // as spin, but publish and consume are always two kernels
 } mhcWaitMode;
 
 typedef struct mhcComm* mhcComm_t;
@@ -118,6 +120,7 @@ typedef struct mhcCommInfo {
     int32_t tp_size, rank, device, hidden_size, capacity, lanes;
     int32_t ranks_per_device;  // the group's maximum
     int32_t waits_at_gate;     // 1: mhcWaitMode resolved to the gate
+    int32_t exchange_rows;     // up to which publish and consume are one kernel; 0 = never
     int32_t multicast;         // 1: NVLink multicast is used
     size_t mailbox_bytes;      // of this rank, all lanes
 } mhcCommInfo;

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Consuming: wait for all ranks' contributions, then all-reduce, mHC post, collapse, RMSNorm and, if asked, MXFP8.
+// The boundary: all ranks' contributions, then all-reduce, mHC post, collapse, RMSNorm and, if asked, MXFP8.
 //
 // One thread handles 8 consecutive elements of one row and all its streams; a CTA of 128 threads 1024 of them; the CTAs
 // of a row form a cluster where the norm needs the whole row.
+#pragma once
+
+#include "boundary_table.h"
 #include "kernels.h"
-#include "launch.h"
+#include "mhc/finalize.cuh"
 #include "mhc/mailbox.cuh"
 #include "mhc/mix.cuh"
 #include "mhc/mxfp8.cuh"
@@ -22,7 +25,7 @@ struct Call {
     bool usable;
 };
 
-__device__ __forceinline__ Call currentCall(Mailbox const& box, ConsumeArgs const& args) {
+__device__ __forceinline__ Call currentCall(Mailbox const& box, BoundaryArgs const& args) {
     auto const* words = reinterpret_cast<uint4 const*>(box.state);
     uint4 const first = ptx::loadRelaxedDevice(words);       // next, active, error, pending
     uint4 const second = ptx::loadRelaxedDevice(words + 1);  // ticket, rows, arrivals
@@ -57,13 +60,14 @@ __device__ __noinline__ void recordOtherHeader(
         field);
 }
 
-// Waits for this thread's fragment of every rank and, warp by warp, for all headers. False: the lane has an error.
-template <int kTp>
+// Waits for this thread's fragment of every rank and, warp by warp, for all headers. kOwnKept: this rank's own fragment
+// is in contributions[rank] already and is not looked for. False: the lane has an error.
+template <int kTp, bool kOwnKept>
 __device__ __forceinline__ bool collect(
     Mailbox const& box, Chunk const& chunk, uint32_t sequence, int token, int fragment, uint4 (&contributions)[kTp]) {
     uint32_t const generation = generationOf(sequence);
     int const lane = static_cast<int>(threadIdx.x & 31u);
-    bool const readsHeader = lane < kTp;
+    bool const readsHeader = lane < kTp && !(kOwnKept && lane == box.rank);
     uint4 const* slot = box.slots[box.rank] + slotOffset(box, generation, 0, token, fragment);
     size_t const rankStride = static_cast<size_t>(box.capacity) * (box.hiddenSize / kFragment);
     uint4 const* headerAt = box.headers[box.rank] + headerOffset(box, generation, readsHeader ? lane : 0);
@@ -73,8 +77,10 @@ __device__ __forceinline__ bool collect(
     while (true) {
         int missing = -1;
 #pragma unroll
-        for (int r = 0; r < kTp; ++r)
-            contributions[r] = ptx::loadRelaxedSystem(slot + r * rankStride);
+        for (int r = 0; r < kTp; ++r) {
+            if (!kOwnKept || r != box.rank)
+                contributions[r] = ptx::loadRelaxedSystem(slot + r * rankStride);
+        }
         uint4 const header = ptx::loadRelaxedSystem(headerAt);
 #pragma unroll
         for (int r = kTp - 1; r >= 0; --r) {
@@ -101,20 +107,28 @@ __device__ __forceinline__ bool collect(
         bool const waiting = deadline.keepWaiting(late);
         if (__all_sync(0xFFFFFFFFu, waiting))
             continue;
-        if (__any_sync(0xFFFFFFFFu, late) && missing >= 0) {
+        if (__any_sync(0xFFFFFFFFu, late) && missing >= 0)
             recordError(box, MHC_ERROR_TIMEOUT, missing, chunk.rowBegin + token, sequence, 0, 0, 0);
-        }
         return false;
     }
 }
 
-template <int kTp>
+template <int kTp, bool kOwnKept>
 __device__ __forceinline__ void rearm(Mailbox const& box, uint32_t sequence, int token, int fragment) {
     uint4* slot = box.slots[box.rank] + slotOffset(box, generationOf(sequence), 0, token, fragment);
     size_t const rankStride = static_cast<size_t>(box.capacity) * (box.hiddenSize / kFragment);
 #pragma unroll
-    for (int r = 0; r < kTp; ++r)
-        slot[r * rankStride] = filled(kFillWord);
+    for (int r = 0; r < kTp; ++r) {
+        if (!kOwnKept || r != box.rank)
+            slot[r * rankStride] = filled(kFillWord);
+    }
+}
+
+// This rank's own fragment, as it is published.
+__device__ __forceinline__ uint4
+ownFragment(Mailbox const& box, BoundaryArgs const& args, int row, int fragment, size_t at) {
+    return clearNegativeZero(
+        args.finalize.topK > 0 ? finalizeForMailbox(box, args.finalize, row, fragment) : args.x[at]);
 }
 
 // The last of `arrivals` to come here ends the call. One thread calls it for a group of CTAs whose rows are consumed.
@@ -149,7 +163,7 @@ struct Operands {
 
 template <Consumer kConsumer>
 __device__ __forceinline__ void loadOperands(
-    ConsumeArgs const& args, int row, int fragment, int rowFragments, Operands& o) {
+    BoundaryArgs const& args, int row, int fragment, int rowFragments, Operands& o) {
     if constexpr (kConsumer != Consumer::kAllReduce) {
         size_t const first = static_cast<size_t>(row) * MHC_STREAMS;
 #pragma unroll
@@ -166,7 +180,7 @@ __device__ __forceinline__ void loadOperands(
 }
 
 // Zero scales for the rows that pad the last tile: a GEMM may load them, and a random E8M0 byte can be NaN.
-__device__ __forceinline__ void zeroPaddedScales(ConsumeArgs const& args, int hidden, int token, int fragment) {
+__device__ __forceinline__ void zeroPaddedScales(BoundaryArgs const& args, int hidden, int token, int fragment) {
     int const columns = scaleColumns(hidden);
     int const wordsPerRow = columns / kScaleTileColumns;
     int const total = args.chunk.totalRows;
@@ -178,12 +192,21 @@ __device__ __forceinline__ void zeroPaddedScales(ConsumeArgs const& args, int hi
     }
 }
 
-// kTp 1 takes the contribution from args.x and needs no mailbox. kClusterSize is H / 1024 for a boundary with a norm,
-// else 1.
-template <int kTp, Consumer kConsumer, int kClusterSize>
+// The same without a mailbox to note a bad index in: the row is NaN.
+__device__ __forceinline__ uint4
+ownFragmentLocal(BoundaryArgs const& args, int row, int fragment, int rowFragments, size_t at) {
+    if (args.finalize.topK == 0)
+        return args.x[at];
+    BadIndex bad;
+    return finalizeFragment(args.finalize, row, fragment, rowFragments, bad);
+}
+
+// kTp is 1 for Source::kLocal. kClusterSize is H / 1024 for a boundary with a norm, else 1.
+template <int kTp, Source kSource, Consumer kConsumer, int kClusterSize>
 __global__ void __launch_bounds__(kThreads)
-    consumeKernel(__grid_constant__ Mailbox const box, __grid_constant__ ConsumeArgs const args) {
+    boundaryKernel(__grid_constant__ Mailbox const box, __grid_constant__ BoundaryArgs const args) {
     constexpr bool kNorm = kConsumer == Consumer::kBoundary;
+    constexpr bool kOwnKept = kSource == Source::kExchange;
     int const token = static_cast<int>(blockIdx.y);
     int const row = args.chunk.rowBegin + token;
     int const fragment = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
@@ -200,18 +223,44 @@ __global__ void __launch_bounds__(kThreads)
     if (args.preload)
         loadOperands<kConsumer>(args, row, fragment, rowFragments, operands);
     ptx::gridDependencyWait();
-    if (!args.preload)
-        loadOperands<kConsumer>(args, row, fragment, rowFragments, operands);
 
     uint4 contributions[kTp];
-    Call call{0, true};
+    uint32_t sequence = 0;
     bool arrived = true;
-    if constexpr (kTp == 1) {
-        contributions[0] = args.x[static_cast<size_t>(row) * args.xRowStride + fragment];
+    if constexpr (kSource == Source::kExchange) {
+        __shared__ uint32_t sequenceShared;
+        __shared__ bool granted;
+        // Every CTA reads the call's number here; the last one to end the call advances it.
+        if (threadIdx.x == 0)
+            granted = takeTicket(box, args.chunk.owner, sequenceShared);
+        uint4 const own = ownFragment(box, args, row, fragment, at);
+        __syncthreads();
+        arrived = granted;
+        if (arrived) {
+            sequence = sequenceShared;
+            storeFragment<false>(box, sequence, token, fragment, own);
+            if (blockIdx.x == 0 && blockIdx.y == 0)
+                publishHeader<false>(box, sequence, args.chunk.totalRows, args.chunk.operation);
+        }
+#pragma unroll
+        for (int r = 0; r < kTp; ++r) {
+            if (r == box.rank)
+                contributions[r] = own;
+        }
+        loadOperands<kConsumer>(args, row, fragment, rowFragments, operands);
     } else {
-        call = currentCall(box, args);
-        arrived = __all_sync(0xFFFFFFFFu, call.usable) &&
-                  collect<kTp>(box, args.chunk, call.sequence, token, fragment, contributions);
+        if (!args.preload)
+            loadOperands<kConsumer>(args, row, fragment, rowFragments, operands);
+        if constexpr (kSource == Source::kLocal) {
+            contributions[0] = ownFragmentLocal(args, row, fragment, rowFragments, at);
+        } else {
+            Call const call = currentCall(box, args);
+            sequence = call.sequence;
+            arrived = __all_sync(0xFFFFFFFFu, call.usable);
+        }
+    }
+    if constexpr (kSource != Source::kLocal) {
+        arrived = arrived && collect<kTp, kOwnKept>(box, args.chunk, sequence, token, fragment, contributions);
         // NaN in the sum makes everything NaN that is computed from it.
         if (!arrived)
             contributions[0] = filled(kNaNWord);
@@ -232,16 +281,16 @@ __global__ void __launch_bounds__(kThreads)
         if constexpr (kNorm)
             collapsed = collapse(streams, operands.mixes);
     }
-    if constexpr (kTp > 1) {
+    if constexpr (kSource != Source::kLocal) {
         if (arrived)
-            rearm<kTp>(box, call.sequence, token, fragment);
+            rearm<kTp, kOwnKept>(box, sequence, token, fragment);
     }
 
     if constexpr (!kNorm) {
-        if constexpr (kTp > 1) {
+        if constexpr (kSource != Source::kLocal) {
             __syncthreads();
             if (threadIdx.x == 0 && arrived)
-                finishCall(box, call.sequence, gridDim.x * gridDim.y);
+                finishCall(box, sequence, gridDim.x * gridDim.y);
         }
     } else {
         constexpr int kGroups = kWarps * kClusterSize;
@@ -254,9 +303,9 @@ __global__ void __launch_bounds__(kThreads)
             ptx::storeCluster(&groupSums[group], static_cast<uint32_t>(lane), sum);
         ptx::clusterArrive();
         ptx::clusterWait();
-        if constexpr (kTp > 1) {
+        if constexpr (kSource != Source::kLocal) {
             if (blockIdx.x == 0 && threadIdx.x == 0 && arrived)
-                finishCall(box, call.sequence, gridDim.y);
+                finishCall(box, sequence, gridDim.y);
         }
         float total = groupSums[0];
 #pragma unroll
@@ -278,66 +327,17 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-using ConsumeKernel = void (*)(Mailbox const, ConsumeArgs const);
-
-struct KernelEntry {
-    Consumer consumer;
-    int clusterSize;
-    int tp;
-    ConsumeKernel kernel;
-};
-
-template <int kTp, Consumer kConsumer, int kClusterSize = 1>
-constexpr KernelEntry entry() {
-    return {kConsumer, kClusterSize, kTp, consumeKernel<kTp, kConsumer, kClusterSize>};
+template <int kTp, Source kSource>
+KernelTable makeTable() {
+    constexpr auto kFull = Consumer::kBoundary;
+    return {
+        {kSource, kTp, Consumer::kAllReduce, 1, boundaryKernel<kTp, kSource, Consumer::kAllReduce, 1>},
+        {kSource, kTp, Consumer::kResidualOnly, 1, boundaryKernel<kTp, kSource, Consumer::kResidualOnly, 1>},
+        {kSource, kTp, kFull, 4, boundaryKernel<kTp, kSource, kFull, 4>},
+        {kSource, kTp, kFull, 5, boundaryKernel<kTp, kSource, kFull, 5>},
+        {kSource, kTp, kFull, 7, boundaryKernel<kTp, kSource, kFull, 7>},
+    };
 }
-
-#define MHC_ENTRIES_OF(tp)                                                                                        \
-    entry<tp, Consumer::kAllReduce>(), entry<tp, Consumer::kResidualOnly>(), entry<tp, Consumer::kBoundary, 4>(), \
-        entry<tp, Consumer::kBoundary, 5>(), entry<tp, Consumer::kBoundary, 7>()
-
-constexpr KernelEntry kKernels[] = {MHC_ENTRIES_OF(1), MHC_ENTRIES_OF(2), MHC_ENTRIES_OF(4), MHC_ENTRIES_OF(8)};
-
-#undef MHC_ENTRIES_OF
 
 }  // namespace
-
-bool hiddenSizeSupported(int hidden) {
-    if (hidden <= 0 || hidden % kElementsPerCta != 0)
-        return false;
-    for (KernelEntry const& entry : kKernels) {
-        if (entry.consumer == Consumer::kBoundary && entry.clusterSize == hidden / kElementsPerCta)
-            return true;
-    }
-    return false;
-}
-
-cudaError_t launchConsume(
-    ConsumeShape const& shape, Mailbox const& box, ConsumeArgs const& args, Launch how, cudaStream_t stream) {
-    int const ctasPerRow = shape.hidden / kElementsPerCta;
-    int const clusterSize = shape.consumer == Consumer::kBoundary ? ctasPerRow : 1;
-    for (KernelEntry const& entry : kKernels) {
-        if (entry.consumer != shape.consumer || entry.tp != shape.tp || entry.clusterSize != clusterSize) {
-            continue;
-        }
-        dim3 const grid(static_cast<unsigned>(ctasPerRow), static_cast<unsigned>(args.chunk.rows), 1);
-        return launchKernel(entry.kernel, grid, kThreads, clusterSize, how, stream, box, args);
-    }
-    return cudaErrorInvalidDeviceFunction;
-}
-
-cudaError_t loadConsumeKernels() {
-    for (KernelEntry const& entry : kKernels) {
-        cudaError_t const status = loadKernels({kernelAddress(entry.kernel)});
-        if (status != cudaSuccess)
-            return status;
-    }
-    return cudaSuccess;
-}
-
-cudaError_t loadAllKernels() {
-    cudaError_t const status = loadPublishKernels();
-    return status == cudaSuccess ? loadConsumeKernels() : status;
-}
-
 }  // namespace mhc
