@@ -10,7 +10,7 @@ import numpy as np
 
 from trtllm_mhc.network import layers, plugins
 from trtllm_mhc.network.ops import cast, constant
-from trtllm_mhc.rewrite.graph import Graph, Op, Value
+from trtllm_mhc.rewrite.graph import Graph, Value
 from trtllm_mhc.rewrite.legality import FuseOptions, Plan, lead_source, plan_boundaries
 from trtllm_mhc.rewrite.match import find_boundaries
 from trtllm_mhc.rewrite.report import BoundaryEntry, Report
@@ -51,11 +51,8 @@ def fuse_boundaries(network: Any, options: FuseOptions | None = None) -> Report:
     _rewire(graph, _add_layers(network, fused))
     return Report(
         found=tuple(_entry(name, plan) for name, plan in zip(names, plans, strict=True)),
-        other_all_reduces=tuple(each.node.name for each in others),
-        already_fused=sum(
-            node.live and node.op is Op.PLUGIN_V3 and plugins.is_plugin_layer(node.layer, plugins.BOUNDARY)
-            for node in graph.nodes
-        ),
+        other_all_reduces=tuple(each.node.name for each in others if each.form != "MhcBoundary"),
+        already_fused=sum(each.form == "MhcBoundary" for each in others),
     )
 
 
@@ -165,24 +162,28 @@ def _rewire(graph: Graph, replacements: list[_Replacement]) -> None:
             node.layer.set_input(slot, replacement.new)
             if node.layer.get_input(slot) is not replacement.new:
                 raise RuntimeError(f"TensorRT did not take {replacement.new.name!r} as input {slot} of {node.name!r}")
+    for replacement in replacements:
+        if replacement.old.is_output or replacement.old.is_debug:
+            name = replacement.old.name
+            replacement.old.tensor.name = f"{name}/unfused"
+            replacement.new.name = name
+        if replacement.old.is_debug:
+            graph.network.unmark_debug(replacement.old.tensor)
+            graph.network.mark_debug(replacement.new)
     outputs = {r.old.tensor: r.new for r in replacements if r.old.is_output}
     if outputs:
-        _swap_outputs(graph, outputs)
+        _swap_outputs(graph.network, outputs)
 
 
-def _swap_outputs(graph: Graph, outputs: dict[Any, Any]) -> None:
-    """Give the new tensors the old ones' names and places among the network's outputs."""
-    network = graph.network
+def _swap_outputs(network: Any, outputs: dict[Any, Any]) -> None:
+    """Give the new tensors the old ones' places among the network's outputs."""
     tensors = [network.get_output(k) for k in range(network.num_outputs)]
     first = next(k for k, tensor in enumerate(tensors) if tensor in outputs)
     for tensor in tensors[first:]:
         network.unmark_output(tensor)
     for tensor in tensors[first:]:
         new = outputs.get(tensor, tensor)
-        if new is not tensor:
-            name, formats = tensor.name, tensor.allowed_formats
-            tensor.name = f"{name}/unfused"
-            new.name = name
+        formats = tensor.allowed_formats
         network.mark_output(new)
         # Set at all, even to what it is, TensorRT 10.6 refuses it for bfloat16.
         if new is not tensor and new.allowed_formats != formats:

@@ -197,12 +197,15 @@ class Graph:
     """The layers and tensors of ``network`` as they are now.
 
     Raises:
-        ValueError: the network has no outputs, so nothing in it is needed by anything.
+        ValueError: the network has no outputs, so nothing in it is needed by anything; or it is weakly typed, so that
+            TensorRT may round where the network does not say so.
     """
 
     def __init__(self, network: Any) -> None:
         if network.num_outputs == 0:
             raise ValueError("fuse_boundaries: the network has no outputs; mark its outputs before rewriting it")
+        if not _is_strongly_typed(network):
+            raise ValueError("fuse_boundaries: expected a strongly typed network, got a weakly typed one")
         self.network = network
         self.nodes: list[Node] = []
         self._values: dict[Any, Value] = {}
@@ -228,25 +231,20 @@ class Graph:
         """The network's outputs in order."""
         return [self._value(self.network.get_output(k)) for k in range(self.network.num_outputs)]
 
-    def depends_on(self, value: Value, ancestor: Value) -> bool:
-        """Whether ``value`` is computed from ``ancestor``.
+    def depends_on(self, value: Value, ancestor: Node) -> bool:
+        """Whether ``value`` is computed from an output of ``ancestor``.
 
-        Costs no more than the layers between the two: a layer that is not deeper than the ancestor's cannot use it.
+        Costs no more than the layers between the two: a layer that is not deeper than the ancestor cannot use it.
         """
-        if value is ancestor:
-            return True
-        floor = -1 if ancestor.producer is None else ancestor.producer.depth
         seen: set[Node] = set()
         stack = [value.producer]
         while stack:
             node = stack.pop()
-            if node is None or node in seen or node.depth <= floor:
-                continue
-            seen.add(node)
-            for operand in node.operands:
-                if operand is ancestor:
-                    return True
-                stack.append(operand.producer)
+            if node is ancestor:
+                return True
+            if node is not None and node not in seen and node.depth > ancestor.depth:
+                seen.add(node)
+                stack.extend(operand.producer for operand in node.operands)
         return False
 
     def _value(self, tensor: Any) -> Value:
@@ -281,6 +279,12 @@ class Graph:
         for node, count in missing.items():
             if count:
                 node.depth = len(self.nodes)
+
+
+def _is_strongly_typed(network: Any) -> bool:
+    """Always so in TensorRT 11, which has no flag for it or ignores it."""
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    return flag is None or int(trt.__version__.split(".")[0]) >= 11 or bool(network.get_flag(flag))
 
 
 def dims(value: Any) -> tuple[int, ...] | None:

@@ -172,6 +172,8 @@ def _check_post(graph: Graph, boundary: Boundary) -> Iterator[Reason]:
         "comb": (post.comb, trt.float32),
     }
     yield from _check_dtypes(expected)
+    yield from _check_rows({"residual": post.residual, "comb": post.comb}, post.streams, 2)
+    yield from _check_rows({"x": all_reduce.partial, "post": post.post}, post.streams, 1)
     if post.hc != plugins.HC_MULT:
         yield Reason("streams", f"There are {post.hc} residual streams.", f"The plugin has {plugins.HC_MULT}.")
     hidden = post.streams.shape[-1]
@@ -230,7 +232,8 @@ def _check_reduced(path: frozenset[Node], streams: Value) -> Iterator[Reason]:
 def _plan_entry(graph: Graph, plan: Plan, collapse: Collapse, norm: Norm | None, options: FuseOptions) -> None:
     """Decide on the collapse and norm behind the post: fuse, leave out with a note, or refuse the boundary."""
     streams = plan.boundary.post.streams
-    if graph.depends_on(collapse.pre, streams):
+    assert streams.producer is not None
+    if graph.depends_on(collapse.pre, streams.producer):
         plan.reasons.append(
             Reason(
                 "newly_computed_pre",
@@ -292,9 +295,12 @@ def _other_arithmetic(collapse: Collapse, norm: Norm, options: FuseOptions) -> R
 
 
 def _check_norm(graph: Graph, boundary: Boundary, collapse: Collapse, norm: Norm) -> Iterator[Reason]:
+    streams = boundary.post.streams
     assert norm.gamma is not None
+    assert streams.producer is not None
+    yield from _check_rows({"pre": collapse.pre}, streams, 1)
     yield from _check_dtypes({"pre": (collapse.pre, trt.float32), "gamma": (norm.gamma, trt.bfloat16)})
-    if graph.depends_on(norm.gamma, boundary.post.streams):
+    if graph.depends_on(norm.gamma, streams.producer):
         yield Reason(
             "gamma_depends",
             f"The norm's weight {norm.gamma.name!r} is computed from the streams it is applied to.",
@@ -322,6 +328,20 @@ def _check_dtypes(expected: dict[str, tuple[Value, object]]) -> Iterator[Reason]
         if value.dtype != dtype:
             want, got = getattr(dtype, "name", dtype), value.dtype.name
             yield Reason("dtype", f"{role} ({value.name!r}) is {got}.", f"The plugin takes {want}.")
+
+
+def _check_rows(values: dict[str, Value], streams: Value, behind: int) -> Iterator[Reason]:
+    """Each must have a row for every token; ``behind`` is the number of axes after the tokens'."""
+    if all(size == 1 for size in streams.shape[:-2]):
+        return
+    for role, value in values.items():
+        wide = [size for size in value.shape if size != 1]
+        if len(wide) <= behind:
+            yield Reason(
+                "one_row_for_all",
+                f"{role} ({value.name!r}) has shape {value.shape}: one row for all tokens.",
+                "The plugin takes a row for each token; repeat it.",
+            )
 
 
 def lead_source(boundary: Boundary, target: Value) -> tuple[Value, int] | None:
@@ -394,7 +414,7 @@ def _refuse_unordered(graph: Graph, plans: list[Plan], others: list[AllReduce]) 
     """All users of one group's mailbox must follow each other by data."""
     planned = {plan.boundary.all_reduce.node: plan for plan in plans}
     users = [plan.boundary.all_reduce for plan in plans]
-    users += [each for each in others if each.form == "MhcAllReduce"]
+    users += [each for each in others if each.form in ("MhcAllReduce", "MhcBoundary")]
     users.sort(key=lambda each: (each.node.depth, each.node.index))
     last: dict[tuple[int, ...], AllReduce] = {}
     for user in users:
@@ -403,7 +423,7 @@ def _refuse_unordered(graph: Graph, plans: list[Plan], others: list[AllReduce]) 
             continue  # communicates by other means
         group = plan.group if plan is not None else tuple(user.group or ())
         before = last.get(group)
-        if before is not None and not graph.depends_on(user.reduced, before.reduced):
+        if before is not None and not graph.depends_on(user.reduced, before.node):
             for each, other in ((user, before), (before, user)):
                 mine = planned.get(each.node)
                 if mine is not None and mine.status != "refused":

@@ -36,7 +36,8 @@ class AllReduce:
 
     Attributes:
         node: the layer.
-        form: ``"MhcAllReduce"``, ``"DistCollective"`` or ``"AllReduce"`` (TensorRT-LLM's plugin).
+        form: ``"MhcAllReduce"``, ``"DistCollective"``, ``"AllReduce"`` (TensorRT-LLM's plugin); or ``"MhcBoundary"``
+            for a layer that does more than that.
         tp_size: ranks in its group; None where the layer does not tell.
         rank: this engine's index in the group; -1 where that is known at run time only.
         group: world ranks; None where the layer does not tell.
@@ -139,13 +140,13 @@ class Boundary:
 
 
 def find_boundaries(graph: Graph) -> tuple[list[Boundary], list[AllReduce]]:
-    """The boundaries that outputs depend on, by depth; and the all-reduces that end in no boundary."""
+    """The boundaries that outputs depend on, by depth; and the layers that sum over ranks outside of them."""
     found, others = [], []
     for node in graph.nodes:
         all_reduce = match_all_reduce(node) if node.live else None
         if all_reduce is None:
             continue
-        posts = match_posts(all_reduce.reduced)
+        posts = match_posts(all_reduce.reduced) if all_reduce.form != "MhcBoundary" else []
         if not posts:
             others.append(all_reduce)
             continue
@@ -159,11 +160,13 @@ def find_boundaries(graph: Graph) -> tuple[list[Boundary], list[AllReduce]]:
 def match_all_reduce(node: Node) -> AllReduce | None:
     """The all-reduce that ``node`` is, or may be: a collective that does not say what it does counts."""
     if node.op is Op.PLUGIN_V3:
-        if not plugins.is_plugin_layer(node.layer, plugins.ALL_REDUCE):
+        names = (plugins.ALL_REDUCE, plugins.BOUNDARY)
+        name = next((name for name in names if plugins.is_plugin_layer(node.layer, name)), None)
+        if name is None:
             return None
         fields = plugins.read_fields(node.layer)
         group = tuple(fields["group"]) or tuple(range(fields["tp_size"]))
-        return AllReduce(node, "MhcAllReduce", fields["tp_size"], fields["rank"], group)
+        return AllReduce(node, name, fields["tp_size"], fields["rank"], group)
     if node.op is Op.PLUGIN_V2:
         # The plugin's attributes are unreadable here; one output means that nothing is fused into it already, and the
         # second input is its workspace.
@@ -360,7 +363,7 @@ def _norm_of(value: Value, expansion: Expansion, collapsed: Value) -> Norm | Non
     factors = expansion.terms[0].factors
     wide = [factor for factor in factors if factor.is_wide]
     inverse = [factor for factor in factors if not factor.is_wide]
-    if len(wide) != 2 or len(inverse) != 1:
+    if len(wide) != 2 or len(inverse) != 1 or not is_element(*inverse[0].names[0]):
         return None
     own = [factor for factor in wide if factor.index_in(collapsed) is not None]
     weights = [factor for factor in wide if factor.index_in(collapsed) is None]
@@ -472,7 +475,9 @@ def _moved_from(value: Value, origin: Value) -> bool:
 def _strip(value: Value) -> Value:
     """The tensor that a per-token scalar is, under casts that do not round, reshapes and identities."""
     while (node := value.producer) is not None and (
-        node.op in (Op.IDENTITY, Op.RESHAPE) or (node.op is Op.CAST and node.operands[0].dtype == value.dtype)
+        node.op is Op.IDENTITY
+        or (node.op is Op.RESHAPE and all(order == tuple(sorted(order)) for order in node.transposes))
+        or (node.op is Op.CAST and node.operands[0].dtype == value.dtype)
     ):
         value = node.operands[0]
     return value

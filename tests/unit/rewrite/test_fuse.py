@@ -323,3 +323,49 @@ def test_time_is_linear_in_the_layers(networks, fuse):
     seconds(4)
     # A pass that looked at all layers for each boundary would take 64 times as long for 8 times the layers.
     assert seconds(160) < 20 * seconds(20)
+
+
+def test_debug_marks_move_to_the_new_tensors(forms, network, fuse):
+    w = forms.Writer(network, forms.Form())
+    streams, layer_input = w.boundary(**w.inputs())
+    w.output(result=w.narrow(w.add(w.sum(w.wide(streams), 1), w.wide(layer_input))))
+    for name, tensor in {"streams": streams, "layer_input": layer_input}.items():
+        tensor.name = name
+        assert network.mark_debug(tensor)
+    assert fuse(network).full == 1
+    (layer,) = boundary_layers(network)
+    new = [layer.get_output(k) for k in range(2)]
+    assert [tensor.name for tensor in new] == ["streams", "layer_input"]
+    assert all(network.is_debug_tensor(tensor) for tensor in new)
+    assert not any(network.is_debug_tensor(tensor) for tensor in (streams, layer_input))
+    # Nothing keeps the old all-reduce alive.
+    assert fuse(network).found == ()
+
+
+def test_weakly_typed_networks_are_an_error(trt, builder, forms, fuse):
+    if not trt.__version__.startswith("10."):
+        pytest.skip(f"TensorRT {trt.__version__} has strongly typed networks only")
+    network = builder.create_network(0)
+    network.mark_output(network.add_identity(network.add_input("x", trt.float32, (1,))).get_output(0))
+    with pytest.raises(ValueError, match="strongly typed"):
+        fuse(network)
+
+
+def test_a_boundary_fused_before_is_a_user_of_the_mailbox(forms, network, fuse):
+    """A second chain on the same group is not fused in a later run either."""
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    streams, layer_input = w.boundary(**inputs)
+    w.output(streams=streams, layer_input=layer_input)
+    assert fuse(network).full == 1
+    other = w.boundary(**{**inputs, "x": w.mul(inputs["x"], inputs["x"])})
+    w.output(other_streams=other[0], other_layer_input=other[1])
+    report = fuse(network)
+    assert report.already_fused == 1
+    assert [[reason.code for reason in entry.reasons] for entry in report.found] == [["unordered"]]
+    # One that waits for the first by its layer input alone is.
+    more = w.boundary(**{**inputs, "x": boundary_layers(network)[0].get_output(1)})
+    network.unmark_output(other[0])
+    network.unmark_output(other[1])
+    w.output(more=more[0], more_layer_input=more[1])
+    assert fuse(network).full == 1

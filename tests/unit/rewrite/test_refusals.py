@@ -283,6 +283,16 @@ def test_in_a_loop(trt, forms, network, refused):
     refused("loop")
 
 
+@pytest.mark.parametrize("what", ["residual", "post", "comb", "pre"])
+def test_one_row_for_all_tokens(trt, forms, network, refused, what):
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    inputs[what] = network.add_input(f"one_{what}", inputs[what].dtype, (1, *inputs[what].shape[1:]))
+    streams, layer_input = w.boundary(**inputs)
+    w.output(streams=streams, layer_input=layer_input)
+    refused("one_row_for_all")
+
+
 def test_shape_that_nothing_tells(trt, forms, network, refused):
     w = forms.Writer(network, forms.Form())
     inputs = w.inputs()
