@@ -264,19 +264,25 @@ def _run_numpy(
     from trtllm_mhc.verification.boundary_stack import OUTPUT
 
     findings.record |= {"mode": "numpy", "device": None, "unfused_us": None, "fused_us": None}
-    outputs = {}
-    for job in (jobs.unfused(), jobs.fused()):
-        with steps.step(f"evaluate the {job.name} network"):
-            # Rows are independent: all inputs go through at once.
-            ranks = maker.runner(job, options.tp).run([{_input_name(): np.concatenate(inputs)}] * options.tp)
-        pieces = [split_rows(rank[OUTPUT], options.rows) for rank in ranks]
-        outputs[job.name] = [[{OUTPUT: piece} for piece in pair] for pair in zip(*pieces, strict=True)]
+    # Rows are independent: all inputs go through at once.
+    feeds = [{_input_name(): np.concatenate(inputs)}] * options.tp
+    with steps.step("evaluate the unfused network"):
+        unfused = maker.runner(jobs.unfused(), options.tp).run(feeds)
+    with steps.step("evaluate the fused network and what goes into its boundaries"):
+        fused = maker.runner(jobs.probed(), options.tp).run(feeds)
     with steps.step("evaluate the unfused network in float64"):
         truth = _evaluate_exactly(jobs, maker, inputs, options.tp)
-    _note_distances(outputs[jobs.fused().name], outputs[jobs.unfused().name], truth, findings)
+    by_input = {
+        name: [
+            [{OUTPUT: piece} for piece in ranks]
+            for ranks in zip(*(split_rows(rank[OUTPUT], options.rows) for rank in outputs), strict=True)
+        ]
+        for name, outputs in (("fused", fused), ("unfused", unfused))
+    }
+    _note_distances(by_input["fused"], by_input["unfused"], truth, findings)
 
-    with steps.step("evaluate what goes into every boundary"):
-        shown = maker.runner(jobs.probed(), options.tp).run([{_input_name(): inputs[0]}] * options.tp)
+    # One input's rows are enough for the boundaries; norm weights have no rows.
+    shown = [{name: array[: options.rows] for name, array in rank.items()} for rank in fused]
     boundaries = _read_probes(jobs.probes, inputs[0], shown)
     # The interpreter computes a fused boundary by the reference itself, so comparing their bits would prove nothing.
     findings.record["boundaries_bit_equal_to_reference"] = None

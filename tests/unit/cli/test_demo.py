@@ -82,13 +82,18 @@ def test_a_wrong_fused_network_is_found(no_gpu: None, tmp_path: Path, monkeypatc
     from trtllm_mhc.verification.backends import Job
     from trtllm_mhc.verification.boundary_stack import StackJobs
 
-    right = StackJobs.fused
+    right = StackJobs.probed
 
     def wrong(jobs: StackJobs) -> Job:
-        other = StackJobs(jobs.config, ModelWeights(jobs.config, 99), jobs.tp_size, jobs.sublayers, jobs.reports)
-        return right(other)
+        other = StackJobs(jobs.config, ModelWeights(jobs.config, 99), jobs.tp_size, jobs.sublayers)
 
-    monkeypatch.setattr(StackJobs, "fused", wrong)
+        def populate(network: Any, rank: int) -> None:
+            right(other).populate(network, rank)
+            jobs.probes = other.probes
+
+        return Job("wrong", populate)
+
+    monkeypatch.setattr(StackJobs, "probed", wrong)
     code, record, text = run(tmp_path)
     assert code == 1
     assert record["rms_error_ratio"] > 2
