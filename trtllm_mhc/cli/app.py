@@ -27,6 +27,14 @@ class SublayerKind(StrEnum):
     none = "none"
 
 
+class BenchMode(StrEnum):
+    """Where the ranks of a measurement are."""
+
+    self_loop = "self-loop"
+    loopback = "loopback"
+    nvlink = "nvlink"
+
+
 def _console() -> Console:
     """Logs have no width of their own; rich would take 80 columns, too few for the tables."""
     console = Console()
@@ -45,6 +53,29 @@ def doctor() -> None:
     from trtllm_mhc.cli.doctor import run
 
     raise typer.Exit(run(_console()))
+
+
+@app.command()
+def bench(
+    mode: Annotated[
+        BenchMode, typer.Option(help="One rank that plays its group, ranks on one GPU, or a GPU for each rank.")
+    ] = BenchMode.self_loop,
+    tp: Annotated[int, typer.Option(help="Ranks: 1, 2, 4 or 8.")] = 2,
+    rows: Annotated[str, typer.Option(help="Values of M, separated by commas.")] = "1,2,4,8,16,32,64",
+    operations: Annotated[
+        str, typer.Option(help="Of boundary, boundary_mxfp8, published, all_reduce.")
+    ] = "boundary,boundary_mxfp8",
+    waits: Annotated[str, typer.Option(help="Of auto, spin, split, gate.")] = "spin",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Append the results here.", dir_okay=False)] = None,
+    commit: Annotated[str | None, typer.Option(envvar="GIT_COMMIT", help="Commit to note in the results.")] = None,
+) -> None:
+    """Time the operations in CUDA graphs."""
+    from trtllm_mhc.cli.bench import run
+
+    sizes = [int(part) for part in rows.split(",")]
+    raise typer.Exit(
+        run(mode.value, tp, sizes, operations.split(","), waits.split(","), json_path, commit, _console())  # type: ignore[arg-type]
+    )
 
 
 @app.command()
