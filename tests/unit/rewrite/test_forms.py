@@ -129,3 +129,14 @@ def test_dist_collective(trt, check, forms, batch):
     if not hasattr(trt, "IDistCollectiveLayer"):
         pytest.skip(f"TensorRT {trt.__version__} has no DIST_COLLECTIVE layer")
     assert check(forms.Form(all_reduce="dist_collective", batch=batch)).form == "DistCollective"
+
+
+def test_document_is_up_to_date(forms, builder):
+    import forms_table
+
+    described = {(part, form) for part, each in forms_table.FORMS.items() for form in each}
+    written = {"post": forms.POSTS, "collapse": forms.COLLAPSES, "norm": forms.NORMS, "batch": forms.BATCHES}
+    assert {(part, form) for part, each in written.items() for form in each} == {
+        pair for pair in described if pair[0] != "comb"
+    }
+    assert forms_table.PATH.read_text() == forms_table.render(builder)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/rewrite_forms.md: every form of a boundary that the tests write, and what the pass makes of it.
+
+scripts/with_tensorrt.sh 11.2 .venv/bin/python tests/unit/rewrite/forms_table.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rewrite_forms
+import tensorrt as trt
+
+from trtllm_mhc import plugin
+from trtllm_mhc.rewrite import fuse_boundaries
+
+PATH = Path(__file__).parents[3] / "docs" / "rewrite_forms.md"
+
+HEADING = """<!-- Written by tests/unit/rewrite/forms_table.py; a test compares it. -->
+# Forms that the rewrite pass recognises
+
+`trtllm_mhc.rewrite.fuse_boundaries` goes by what layers compute, not by their names or order. Each row below is a network
+that the tests build, fuse and evaluate before and after.
+
+The all-reduce may be this project's `MhcAllReduce`, TensorRT 11's `DIST_COLLECTIVE` (labelled as a sum with
+`label_all_reduce_sum`, or vouched for in `FuseOptions`: TensorRT does not give its operation back), or TensorRT-LLM's
+`AllReduce` plugin with one output (its group is passed in `FuseOptions`). All forms of a part are sums in float32, rounded
+to bfloat16 once; where a form rounds in other places, the last columns say what that means.
+"""
+
+FORMS = {
+    "post": {
+        "reduce": "products, summed by a reduction",
+        "einsum": "einsum of `comb` and the streams",
+        "matmul": "`comb` transposed times the streams; outer product for the sublayer's output",
+        "matmul_wide": "streams transposed times `comb`, then transposed back",
+        "adds": "products of slices, added one by one",
+        "per_target": "each target stream by itself, then concatenated",
+        "squeeze": "reduction that keeps the axis, then a squeeze",
+        "repeat": "streams repeated for each target before the products",
+    },
+    "comb": {
+        "source_target": "`comb` stored [source, target]",
+        "target_source": "`comb` stored [target, source]; transposed for the plugin",
+    },
+    "collapse": {
+        "reduce": "products, summed by a reduction",
+        "einsum": "einsum of `pre` and the streams",
+        "matmul": "`pre` as a row times the streams",
+        "matmul_column": "streams transposed times `pre` as a column",
+        "matmul_vector": "streams transposed times `pre` as a vector",
+        "mean": "mean of the products, times their number",
+        "adds": "products of slices, added one by one",
+    },
+    "norm": {
+        "recip_sqrt": "`x * recip(sqrt(mean(x * x) + eps)) * gamma`",
+        "pow": "`pow(mean + eps, -0.5)`",
+        "div_sqrt": "`x / sqrt(mean + eps)`",
+        "one_over": "`x * (1 / sqrt(mean + eps))`",
+        "sum_div": "mean as a sum divided by H",
+        "sum_mul": "mean as a sum times 1 / H",
+        "pow_square": "square as `pow(x, 2)`",
+        "gamma_first": "`gamma * (x * inverse)`",
+        "scale_after": "normalised value rounded before `gamma`",
+    },
+    "batch": {
+        "rows": "[M, ...]",
+        "batch_sequence": "[B, S, ...], reshaped around the plugin",
+        "one_batch": "[1, S, ...]",
+        "static": "[M, ...] with M a number",
+    },
+}
+
+
+def render(builder: trt.Builder) -> str:
+    """The document."""
+    lines = [HEADING, "| part | written as | becomes | fused values against unfused |", "|---|---|---|---|"]
+    for part, forms in FORMS.items():
+        for form, text in forms.items():
+            network = builder.create_network(_flags())
+            rewrite_forms.write_boundary(network, rewrite_forms.Form().with_(**{part: form}))
+            (entry,) = fuse_boundaries(network).found
+            about = next((each for each in entry.exactness if each.startswith(_ABOUT[part])), "")
+            about = about.partition(": ")[2] or "".join(note.what.split("'")[-1].strip() for note in entry.notes)
+            lines.append(
+                f"| {part} | {text} | {entry.status.replace('_', '-')} | {about.replace('|', chr(92) + '|')} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+_ABOUT = {"post": "streams", "comb": "streams", "collapse": "collapse", "norm": "layer input", "batch": "streams"}
+
+
+def _flags() -> int:
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    return 0 if flag is None else 1 << int(flag)
+
+
+if __name__ == "__main__":
+    plugin.load()
+    PATH.write_text(render(trt.Builder(trt.Logger(trt.Logger.ERROR))))
