@@ -104,4 +104,5 @@ def _view(path: Path, name: str, entry: Any, data: Array) -> Array:
     piece = data[first:last]
     if piece.ctypes.data % _DTYPES[dtype].itemsize:
         piece = piece.copy()
-    return np.asarray(piece).view(_DTYPES[dtype]).reshape(shape)
+    tensor: Array = np.asarray(piece).view(_DTYPES[dtype]).reshape(shape)
+    return tensor

@@ -109,7 +109,7 @@ def build_boundary_stack(
     if sublayers not in ("matmul", "none"):
         raise ValueError(f"build_boundary_stack: sublayers: expected 'matmul' or 'none', got {sublayers!r}")
 
-    standins = _Sublayers(network, weights, rank, spec.tp_size, sublayers)
+    standins = SublayerStandIns(network, weights, rank, spec.tp_size, sublayers)
     embeddings = network.add_input("embeddings", trt.bfloat16, (rows, config.hidden_size))
     output, streams = layer_loop(
         Boundaries(network, spec), config, weights, embeddings, Step(rows), standins.attention, standins.moe
@@ -208,10 +208,11 @@ def inject_engram(
     return ops.cast(network, ops.add(network, wide, ops.mul(network, gate, value)), trt.bfloat16)
 
 
-class _Sublayers:
+class SublayerStandIns:
     """The stand-ins: from a sublayer's input [M, H] bf16 to this rank's partial output [M, H] bf16.
 
-    All arithmetic is bf16, as in a model: every layer's result is rounded.
+    All arithmetic is bf16, as in a model: every layer's result is rounded. Where the matrices are linears of somebody
+    else's, a subclass replaces `row_parallel`.
     """
 
     def __init__(
@@ -224,22 +225,28 @@ class _Sublayers:
         self.kind = kind
 
     def attention(self, index: int, x: trt.ITensor) -> trt.ITensor:
+        """The attention of layer ``index``."""
         if self.kind == "none":
             return self._elementwise(2 * index, x)
         weights = self.weights.attention(index, self.rank, self.tp_size)
         heads = ops.gather(self.network, x, weights.columns, 1)
         heads = ops.mul(self.network, heads, ops.constant(self.network, weights.gain))
         heads = ops.activation(self.network, heads, trt.ActivationType.TANH)
-        return functional.linear(self.network, heads, weights.wo_b)
+        return self.row_parallel(f"layers.{index}.attention.wo_b", heads, weights.wo_b)
 
     def moe(self, index: int, x: trt.ITensor) -> trt.ITensor:
+        """The MoE of layer ``index``."""
         if self.kind == "none":
             return self._elementwise(2 * index + 1, x)
         weights = self.weights.mlp(index, self.rank, self.tp_size)
         gate = functional.linear(self.network, x, weights.gate)
         gate = ops.mul(self.network, gate, ops.activation(self.network, gate, trt.ActivationType.SIGMOID))
         up = functional.linear(self.network, x, weights.up)
-        return functional.linear(self.network, ops.mul(self.network, gate, up), weights.down)
+        return self.row_parallel(f"layers.{index}.mlp.down", ops.mul(self.network, gate, up), weights.down)
+
+    def row_parallel(self, name: str, x: trt.ITensor, weight: ops.Array) -> trt.ITensor:
+        """``x`` [M, K] bf16 through the row-parallel linear ``name``, whose shard ``weight`` is [H, K]."""
+        return functional.linear(self.network, x, weight)
 
     def _elementwise(self, sublayer: int, x: trt.ITensor) -> trt.ITensor:
         weights = self.weights.elementwise(sublayer, self.rank, self.tp_size)
