@@ -19,13 +19,14 @@ PATH = Path(__file__).parents[3] / "docs" / "rewrite_forms.md"
 HEADING = """<!-- Written by tests/unit/rewrite/forms_table.py; a test compares it. -->
 # Forms that the rewrite pass recognises
 
-`trtllm_mhc.rewrite.fuse_boundaries` goes by what layers compute, not by their names or order. Each row below is a network
-that the tests build, fuse and evaluate before and after.
+`trtllm_mhc.rewrite.fuse_boundaries` goes by what layers compute, not by their names or order. Each row below is a
+network that the tests build, fuse and evaluate before and after.
 
 The all-reduce may be this project's `MhcAllReduce`, TensorRT 11's `DIST_COLLECTIVE` (labelled as a sum with
 `label_all_reduce_sum`, or vouched for in `FuseOptions`: TensorRT does not give its operation back), or TensorRT-LLM's
-`AllReduce` plugin with one output (its group is passed in `FuseOptions`). All forms of a part are sums in float32, rounded
-to bfloat16 once; where a form rounds in other places, the last columns say what that means.
+`AllReduce` plugin with one output (its group is passed in `FuseOptions`). All forms are taken in float32 and rounded to
+bfloat16 where the fused boundary rounds: after the all-reduce, the post-mix, the collapse and the norm. A form that rounds
+elsewhere is refused, or fused as the table says; the notes say how far fused values may be from unfused ones.
 """
 
 FORMS = {
@@ -74,17 +75,19 @@ FORMS = {
 
 def render(builder: trt.Builder) -> str:
     """The document."""
-    lines = [HEADING, "| part | written as | becomes | fused values against unfused |", "|---|---|---|---|"]
+    lines = [HEADING, "| part | written as | becomes | note |", "|---|---|---|---|"]
+    notes: dict[str, int] = {}
     for part, forms in FORMS.items():
         for form, text in forms.items():
             network = builder.create_network(_flags())
             rewrite_forms.write_boundary(network, rewrite_forms.Form().with_(**{part: form}))
             (entry,) = fuse_boundaries(network).found
             about = next((each for each in entry.exactness if each.startswith(_ABOUT[part])), "")
-            about = about.partition(": ")[2] or "".join(note.what.split("'")[-1].strip() for note in entry.notes)
-            lines.append(
-                f"| {part} | {text} | {entry.status.replace('_', '-')} | {about.replace('|', chr(92) + '|')} |"
-            )
+            about = about.partition(": ")[2] or "the collapse " + entry.notes[0].what.split("'")[-1].strip()
+            number = notes.setdefault(about, len(notes) + 1)
+            lines.append(f"| {part} | {text} | {entry.status.replace('_', '-')} | {number} |")
+    lines += ["", "Notes:", ""]
+    lines += [f"{number}. {text[0].upper()}{text[1:].rstrip('.')}." for text, number in notes.items()]
     return "\n".join(lines) + "\n"
 
 
