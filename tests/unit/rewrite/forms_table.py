@@ -25,8 +25,8 @@ network that the tests build, fuse and evaluate before and after.
 The all-reduce may be this project's `MhcAllReduce`, TensorRT 11's `DIST_COLLECTIVE` (labelled as a sum with
 `label_all_reduce_sum`, or vouched for in `FuseOptions`: TensorRT does not give its operation back), or TensorRT-LLM's
 `AllReduce` plugin with one output (its group is passed in `FuseOptions`). All forms are taken in float32 and rounded to
-bfloat16 where the fused boundary rounds: after the all-reduce, the post-mix, the collapse and the norm. A form that rounds
-elsewhere is refused, or fused as the table says; the notes say how far fused values may be from unfused ones.
+bfloat16 where the fused boundary rounds: after the all-reduce, the post-mix, the collapse and the norm. A form that
+rounds elsewhere is refused, or fused as the table says; the notes say how far fused values may be from unfused ones.
 """
 
 FORMS = {
