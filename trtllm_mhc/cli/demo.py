@@ -3,25 +3,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import trtllm_mhc
 from trtllm_mhc import reference
+from trtllm_mhc.cli.findings import Findings, environment, note_agreement, note_bits, note_distances
 from trtllm_mhc.cli.steps import Steps
 from trtllm_mhc.runtime import cuda
 
@@ -29,14 +26,10 @@ if TYPE_CHECKING:
     from trtllm_mhc.models.deepseek_v41 import DeepseekV41Config
     from trtllm_mhc.runtime.engine import EngineGroup
     from trtllm_mhc.verification.backends import NetworkMaker, Runner
-    from trtllm_mhc.verification.boundary_stack import SingleBoundaryJobs, StackJobs
-    from trtllm_mhc.verification.checks import Agreement, BoundaryCheck
-    from trtllm_mhc.verification.probes import BoundaryProbe
+    from trtllm_mhc.verification.boundary_stack import StackJobs
 
 Array = npt.NDArray[Any]
 
-# The fused engine may not be farther from the exact result than the unfused one, up to the noise of the estimate.
-LARGEST_ERROR_RATIO = 1.05
 # Long enough a graph that the launch and the skew between ranks do not count.
 PASSES_PER_GRAPH = 4
 REPLAYS = 50
@@ -56,24 +49,6 @@ class DemoOptions:
     seed: int
     commit: str | None = None
     timing_cache: Path | None = None
-
-
-@dataclass
-class Findings:
-    """What the demo measured; becomes the record.
-
-    Attributes:
-        record: keys and values of the record.
-        failures: the conditions that do not hold.
-    """
-
-    record: dict[str, Any] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-
-    def require(self, condition: bool, otherwise: str) -> None:
-        """Notes a failure unless `condition` holds."""
-        if not condition:
-            self.failures.append(otherwise)
 
 
 def run(options: DemoOptions, json_path: Path | None, console: Console) -> int:
@@ -100,16 +75,17 @@ def run(options: DemoOptions, json_path: Path | None, console: Console) -> int:
         console.print(f"[red]{escape(str(error))}[/]")
         return 1
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(findings.record, indent=2) + "\n")
-        console.print(f"record: {escape(str(json_path))}")
-    _summarise(findings, console)
+        findings.write(json_path, console)
+    if "unfused_agreement" in findings.record:
+        console.print(_table(findings.record))
+    findings.print_verdict(console)
     return 1 if findings.failures else 0
 
 
 def _run(options: DemoOptions, findings: Findings, steps: Steps, tensorrt_version: str) -> None:
     from trtllm_mhc.models.deepseek_v41 import DeepseekV41Config, ModelWeights
     from trtllm_mhc.runtime import build
+    from trtllm_mhc.verification import stack_checks
     from trtllm_mhc.verification.backends import NetworkMaker
     from trtllm_mhc.verification.boundary_stack import StackJobs
 
@@ -131,7 +107,7 @@ def _run(options: DemoOptions, findings: Findings, steps: Steps, tensorrt_versio
 
     count = options.inputs or (INPUTS_WITH_ENGINES if no_engines is None else INPUTS_IN_NUMPY)
     findings.record["inputs"] = count
-    inputs = _generate_inputs(count, options, config)
+    inputs = stack_checks.generate_inputs(count, options.rows, config.hidden_size, options.seed)
     if no_engines is None:
         _run_engines(options, jobs, maker, inputs, findings, steps)
     else:
@@ -157,20 +133,21 @@ def _run_engines(
     from trtllm_mhc.runtime import build
     from trtllm_mhc.runtime.engine import communicators
     from trtllm_mhc.runtime.threads import ThreadGroup
+    from trtllm_mhc.verification import stack_checks
     from trtllm_mhc.verification.backends import build_jobs, open_engines
-    from trtllm_mhc.verification.boundary_stack import FUSED, OUTPUT, PROBED, UNFUSED
+    from trtllm_mhc.verification.boundary_stack import FUSED, INPUT, OUTPUT, PROBED, UNFUSED
 
     group = ThreadGroup.on_devices(options.tp)
     shared = len(set(group.devices or ())) < options.tp
     findings.record["mode"] = "loopback" if shared else "one GPU per rank"
     findings.record["device"] = cuda.device_info(0).name
-    singles = _single_jobs(jobs)
+    singles = stack_checks.single_boundary_jobs(jobs)
     rows = build.RowRange(1, options.rows, options.rows)
     stack_jobs = [jobs.unfused(), jobs.fused(), jobs.probed()]
     single_jobs = [form for single in singles for form in (single.unfused(), single.fused())]
     with ThreadPoolExecutor(1) as background:
         # Needs the CPU only, and the builds mostly the GPU.
-        exact = background.submit(_evaluate_exactly, jobs, maker, inputs, options.tp)
+        exact = background.submit(stack_checks.evaluate_exactly, jobs, maker, inputs)
         with steps.step("build the engines"):
             cache = build.TimingCache(options.timing_cache)
             plans = build_jobs([*stack_jobs, *single_jobs], options.tp, rows, cache, steps.say)
@@ -184,10 +161,10 @@ def _run_engines(
             _note_layers(unfused, fused, jobs.config.boundaries, findings)
             with steps.step(f"run both engines on {len(inputs)} inputs"):
                 outputs = {
-                    name: [engines.run([{_input_name(): x}] * options.tp) for x in inputs]
+                    name: [engines.run([{INPUT: x}] * options.tp) for x in inputs]
                     for name, engines in ((UNFUSED, unfused), (FUSED, fused))
                 }
-            _note_distances(outputs[FUSED], outputs[UNFUSED], truth, findings)
+            note_distances(outputs[FUSED], outputs[UNFUSED], truth, findings)
             with steps.step("time both engines in CUDA graphs"):
                 _time(unfused, fused, outputs, findings)
         del plans[UNFUSED], plans[FUSED]
@@ -195,20 +172,24 @@ def _run_engines(
             open_engines(plans, [PROBED], comms, group) as (probed,),
             steps.step("run the engine that shows every boundary"),
         ):
-            shown = probed.run([{_input_name(): inputs[0]}] * options.tp)
+            shown = probed.run([{INPUT: inputs[0]}] * options.tp)
         with steps.step(f"check {len(jobs.probes)} boundaries against the reference"):
             # Outputs in between may lead TensorRT to other kernels around the boundaries; if not, the bits say so.
             same = reference.bits_equal(shown[0][OUTPUT], outputs[FUSED][0][0][OUTPUT])
             findings.record["checked_engine_equals_timed_engine"] = bool(same.all())
-            boundaries = _read_probes(jobs.probes, inputs[0], shown)
-            _note_bits(jobs.probes, _check_bits(jobs.probes, boundaries), findings)
+            boundaries = stack_checks.read_probes(jobs.probes, inputs[0], shown)
+            note_bits(jobs.probes, stack_checks.check_bits(boundaries, stack_checks.expected_eps(jobs)), findings)
         names = [job.name for job in single_jobs]
         with (
             open_engines(plans, names, comms, group) as engines,
             steps.step("compare single-boundary engines on the same inputs"),
         ):
             runners: dict[str, Runner] = dict(zip(names, engines, strict=True))
-            _note_agreement(jobs.probes, _compare_singles(singles, runners, jobs.probes, boundaries), findings)
+            note_agreement(
+                jobs.probes,
+                stack_checks.compare_singles(singles, runners, boundaries, stack_checks.expected_eps(jobs)),
+                findings,
+            )
 
 
 def _time(unfused: EngineGroup, fused: EngineGroup, outputs: Mapping[str, list[Any]], findings: Findings) -> None:
@@ -260,18 +241,19 @@ def _run_numpy(
     findings: Findings,
     steps: Steps,
 ) -> None:
+    from trtllm_mhc.verification import stack_checks
     from trtllm_mhc.verification.backends import split_rows
-    from trtllm_mhc.verification.boundary_stack import OUTPUT
+    from trtllm_mhc.verification.boundary_stack import INPUT, OUTPUT
 
     findings.record |= {"mode": "numpy", "device": None, "unfused_us": None, "fused_us": None}
     # Rows are independent: all inputs go through at once.
-    feeds = [{_input_name(): np.concatenate(inputs)}] * options.tp
+    feeds = [{INPUT: np.concatenate(inputs)}] * options.tp
     with steps.step("evaluate the unfused network"):
         unfused = maker.runner(jobs.unfused(), options.tp).run(feeds)
     with steps.step("evaluate the fused network and what goes into its boundaries"):
         fused = maker.runner(jobs.probed(), options.tp).run(feeds)
     with steps.step("evaluate the unfused network in float64"):
-        truth = _evaluate_exactly(jobs, maker, inputs, options.tp)
+        truth = stack_checks.evaluate_exactly(jobs, maker, inputs)
     by_input = {
         name: [
             [{OUTPUT: piece} for piece in ranks]
@@ -279,80 +261,25 @@ def _run_numpy(
         ]
         for name, outputs in (("fused", fused), ("unfused", unfused))
     }
-    _note_distances(by_input["fused"], by_input["unfused"], truth, findings)
+    note_distances(by_input["fused"], by_input["unfused"], truth, findings)
 
     # One input's rows are enough for the boundaries; norm weights have no rows.
     shown = [{name: array[: options.rows] for name, array in rank.items()} for rank in fused]
-    boundaries = _read_probes(jobs.probes, inputs[0], shown)
+    boundaries = stack_checks.read_probes(jobs.probes, inputs[0], shown)
     # The interpreter computes a fused boundary by the reference itself, so comparing their bits would prove nothing.
     findings.record["boundaries_bit_equal_to_reference"] = None
     with steps.step("compare each boundary alone, fused and unfused"):
-        singles = _single_jobs(jobs)
+        singles = stack_checks.single_boundary_jobs(jobs)
         forms = [form for single in singles for form in (single.unfused(), single.fused())]
         runners: dict[str, Runner] = {form.name: maker.runner(form, options.tp) for form in forms}
-        _note_agreement(jobs.probes, _compare_singles(singles, runners, jobs.probes, boundaries), findings)
+        note_agreement(
+            jobs.probes,
+            stack_checks.compare_singles(singles, runners, boundaries, stack_checks.expected_eps(jobs)),
+            findings,
+        )
 
 
 # ---- parts of both --------------------------------------------------------------------------------------------------
-
-
-def _input_name() -> str:
-    from trtllm_mhc.verification.boundary_stack import INPUT
-
-    return INPUT
-
-
-def _generate_inputs(count: int, options: DemoOptions, config: DeepseekV41Config) -> list[Array]:
-    rng = np.random.default_rng(options.seed)
-    shape = (options.rows, config.hidden_size)
-    return [rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16) for _ in range(count)]
-
-
-def _evaluate_exactly(jobs: StackJobs, maker: NetworkMaker, inputs: list[Array], tp: int) -> list[Array]:
-    from trtllm_mhc.verification.backends import split_rows
-    from trtllm_mhc.verification.boundary_stack import OUTPUT
-
-    exact = maker.runner(jobs.unfused(), tp, "float64").run([{_input_name(): np.concatenate(inputs)}] * tp)
-    return split_rows(exact[0][OUTPUT], inputs[0].shape[0])
-
-
-def _single_jobs(jobs: StackJobs) -> list[SingleBoundaryJobs]:
-    from trtllm_mhc.verification.boundary_stack import SingleBoundaryJobs
-
-    config = jobs.config
-    kinds = [config.rms_norm_eps, None]
-    # As the boundaries hold it: rounded to fp32.
-    eps = [None if kind is None else float(np.float32(kind)) for kind in kinds]
-    return [SingleBoundaryJobs(config.hidden_size, jobs.tp_size, each) for each in eps]
-
-
-def _read_probes(
-    probes: Sequence[BoundaryProbe], x: Array, shown: Sequence[Mapping[str, Array]]
-) -> list[list[dict[str, Array]]]:
-    """For each boundary each rank's tensors by role."""
-    return [[probe.read({_input_name(): x, **rank}) for rank in shown] for probe in probes]
-
-
-def _check_bits(
-    probes: Sequence[BoundaryProbe], boundaries: Sequence[Sequence[Mapping[str, Array]]]
-) -> list[BoundaryCheck]:
-    from trtllm_mhc.verification.checks import check_boundary, in_parallel
-
-    pairs = list(zip(boundaries, probes, strict=True))
-    return in_parallel(lambda pair: check_boundary(pair[0], pair[1].norm_eps), pairs)
-
-
-def _compare_singles(
-    singles: Sequence[SingleBoundaryJobs],
-    runners: Mapping[str, Runner],
-    probes: Sequence[BoundaryProbe],
-    boundaries: Sequence[Sequence[Mapping[str, Array]]],
-) -> list[tuple[Agreement, BoundaryCheck]]:
-    by_eps: dict[float | None, Callable[[Sequence[Mapping[str, Array]]], tuple[Agreement, BoundaryCheck]]] = {}
-    for single in singles:
-        fused, unfused = runners[single.fused().name], runners[single.unfused().name]
-        by_eps[single.norm_eps] = lambda ranks, s=single, f=fused, u=unfused: s.compare(f, u, ranks)  # type: ignore[misc]
-    return [by_eps[probe.norm_eps](ranks) for probe, ranks in zip(probes, boundaries, strict=True)]
 
 
 # ---- the record -----------------------------------------------------------------------------------------------------
@@ -365,10 +292,7 @@ def _environment(options: DemoOptions, tensorrt_version: str) -> dict[str, Any]:
         "m": options.rows,
         "sublayers": options.sublayers,
         "seed": options.seed,
-        "driver": _driver(),
-        "tensorrt": tensorrt_version,
-        "version": trtllm_mhc.__version__,
-        "commit": options.commit or _commit(),
+        **environment(tensorrt_version, options.commit),
     }
 
 
@@ -383,73 +307,6 @@ def _note_report(jobs: StackJobs, config: DeepseekV41Config, findings: Findings)
     expected = (config.boundaries, config.boundaries_full, config.boundaries_residual_only)
     got = (len(report.fused), report.full, report.residual_only)
     findings.require(got == expected, f"expected {expected} boundaries fused (all, full, residual-only), got {got}")
-
-
-def _note_distances(
-    fused: Sequence[Sequence[Mapping[str, Array]]],
-    unfused: Sequence[Sequence[Mapping[str, Array]]],
-    truth: Sequence[Array],
-    findings: Findings,
-) -> None:
-    from trtllm_mhc.verification.boundary_stack import OUTPUT
-    from trtllm_mhc.verification.checks import compare_distances, ranks_equal
-
-    equal = {
-        name: all(ranks_equal(ranks) for ranks in outputs) for name, outputs in (("fused", fused), ("unfused", unfused))
-    }
-    findings.record["ranks_equal"] = all(equal.values())
-    for name, value in equal.items():
-        findings.require(value, f"the ranks' outputs of the {name} network differ")
-    ratio = compare_distances([ranks[0][OUTPUT] for ranks in fused], [ranks[0][OUTPUT] for ranks in unfused], truth)
-    findings.record |= {
-        "rms_error_fused": ratio.rms_error,
-        "rms_error_unfused": ratio.rms_error_baseline,
-        "rms_output": float(np.sqrt(np.mean(np.square(np.stack(truth))))),
-        "rms_error_ratio": ratio.ratio,
-        "rms_error_ratio_interval": [ratio.low, ratio.high],
-        "rms_error_ratio_confidence": ratio.confidence,
-    }
-    findings.require(
-        ratio.not_above(LARGEST_ERROR_RATIO),
-        f"the fused network is farther from the exact result: ratio {ratio.ratio:.4f}, up to {ratio.high:.4f}",
-    )
-
-
-def _note_bits(probes: Sequence[BoundaryProbe], results: Sequence[BoundaryCheck], findings: Findings) -> None:
-    findings.record["boundaries_bit_equal_to_reference"] = sum(check.bit_equal for check in results)
-    for probe, check in zip(probes, results, strict=True):
-        findings.require(check.bit_equal, f"{probe.layer} differs from the reference: {check.detail}")
-        findings.require(check.ranks_equal, f"{probe.layer}: the ranks differ")
-    findings.record["ranks_equal"] &= all(check.ranks_equal for check in results)
-
-
-def _note_agreement(
-    probes: Sequence[BoundaryProbe], results: Sequence[tuple[Agreement, BoundaryCheck]], findings: Findings
-) -> None:
-    agreements = [agreement for agreement, _ in results]
-    findings.record |= {
-        "unfused_agreement": sum(agreement.agrees for agreement in agreements) / len(agreements),
-        "unfused_boundaries_agreeing": sum(agreement.agrees for agreement in agreements),
-        "unfused_elements_differing": sum(agreement.different for agreement in agreements)
-        / sum(agreement.elements for agreement in agreements),
-        "unfused_max_ulp": max(agreement.max_ulp for agreement in agreements),
-    }
-    for probe, (agreement, check) in zip(probes, results, strict=True):
-        findings.require(agreement.agrees, f"{probe.layer}: the unfused boundary alone does not agree: {agreement}")
-        findings.require(
-            check.bit_equal, f"{probe.layer}: fused and alone it differs from the reference: {check.detail}"
-        )
-
-
-def _summarise(findings: Findings, console: Console) -> None:
-    if "unfused_agreement" in findings.record:
-        console.print(_table(findings.record))
-    for failure in findings.failures[:20]:
-        console.print(f"[red]failed:[/] {escape(failure)}")
-    if len(findings.failures) > 20:
-        console.print(f"[red]... and {len(findings.failures) - 20} more[/]")
-    if not findings.failures:
-        console.print("[green]Every comparison holds.[/]")
 
 
 def _table(record: Mapping[str, Any]) -> Table:
@@ -474,21 +331,3 @@ def _table(record: Mapping[str, Any]) -> Table:
     for name, text in rows.items():
         table.add_row(name, text)
     return table
-
-
-def _driver() -> str | None:
-    """The NVIDIA driver's version."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return _first_line(command)
-
-
-def _commit() -> str | None:
-    return _first_line(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"])
-
-
-def _first_line(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
