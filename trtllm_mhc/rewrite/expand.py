@@ -70,6 +70,12 @@ class Expansion:
     extra_roundings: list[Value] = field(default_factory=list)
     bf16_arithmetic: bool = False
 
+    def joined(self, other: Expansion) -> Expansion:
+        """The terms of both, and how either is computed."""
+        roundings = list(dict.fromkeys(self.extra_roundings + other.extra_roundings))
+        bf16_arithmetic = self.bf16_arithmetic or other.bf16_arithmetic
+        return Expansion(self.terms + other.terms, self.adds or other.adds, roundings, bf16_arithmetic)
+
 
 class _TooComplexError(Exception):
     pass

@@ -11,8 +11,9 @@ import numpy as np
 from trtllm_mhc.network import layers, plugins
 from trtllm_mhc.network.ops import cast, constant
 from trtllm_mhc.rewrite.graph import Graph, Value
-from trtllm_mhc.rewrite.legality import FuseOptions, Plan, lead_source, plan_boundaries
+from trtllm_mhc.rewrite.legality import lead_source, plan_boundaries
 from trtllm_mhc.rewrite.match import find_boundaries
+from trtllm_mhc.rewrite.plan import FuseOptions, Plan
 from trtllm_mhc.rewrite.report import BoundaryEntry, Report
 
 
@@ -205,5 +206,5 @@ def _entry(name: str, plan: Plan) -> BoundaryEntry:
         tp_size=plan.tp_size,
         reasons=tuple(plan.reasons),
         notes=tuple(plan.notes),
-        exactness=tuple(plan.exactness),
+        exactness=() if plan.status == "refused" else tuple(plan.exactness),
     )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import tensorrt as trt
@@ -17,73 +15,11 @@ import tensorrt as trt
 from trtllm_mhc.network import plugins
 from trtllm_mhc.reference.compare import agreement_factor
 from trtllm_mhc.rewrite.graph import Graph, Node, Value
-from trtllm_mhc.rewrite.match import AllReduce, Boundary, Collapse, Norm
-from trtllm_mhc.rewrite.report import Reason, Status
-
-
-@dataclass(frozen=True)
-class FuseOptions:
-    """What a network does not say itself.
-
-    Attributes:
-        tp_size: ranks that an all-reduce sums over, where the layer does not tell; checked against it where it does.
-        rank: this engine's index in the group, where the layer does not tell; -1 leaves it to the communicator.
-        group: world ranks of the group in order; empty means 0 .. tp_size - 1 where the layer does not tell.
-        unlabelled_collectives: what a DIST_COLLECTIVE layer is that `label_all_reduce_sum` was not called on. TensorRT
-            does not give its operation back, so it is refused unless the caller vouches for it.
-        separate_collapse: what to do with a collapse whose products are added one by one by elementwise layers. That
-            is the arithmetic of the collapse after the last layer, in which every product and sum is rounded:
-            ``"keep"`` fuses such a boundary up to its streams, ``"fuse"`` takes it for a delayed collapse.
-    """
-
-    tp_size: int | None = None
-    rank: int = -1
-    group: tuple[int, ...] = ()
-    unlabelled_collectives: Literal["refuse", "all_reduce_sum"] = "refuse"
-    separate_collapse: Literal["keep", "fuse"] = "keep"
-
-    def __post_init__(self) -> None:
-        if self.tp_size is not None and self.tp_size not in plugins.TP_SIZES:
-            raise ValueError(f"FuseOptions: tp_size: expected one of {list(plugins.TP_SIZES)}, got {self.tp_size}")
-        if self.group and self.tp_size is not None and len(self.group) != self.tp_size:
-            raise ValueError(f"FuseOptions: group: expected {self.tp_size} ranks as in tp_size, got {self.group}")
-        if len(set(self.group)) != len(self.group):
-            raise ValueError(f"FuseOptions: group: expected distinct ranks, got {self.group}")
-        if self.rank < -1 or (self.tp_size is not None and self.rank >= self.tp_size):
-            raise ValueError(
-                f"FuseOptions: rank: expected -1 (the communicator's) or an index in the group, got {self.rank}"
-            )
-        if self.unlabelled_collectives not in ("refuse", "all_reduce_sum"):
-            raise ValueError(
-                "FuseOptions: unlabelled_collectives: expected 'refuse' or 'all_reduce_sum', "
-                f"got {self.unlabelled_collectives!r}"
-            )
-        if self.separate_collapse not in ("keep", "fuse"):
-            raise ValueError(
-                f"FuseOptions: separate_collapse: expected 'keep' or 'fuse', got {self.separate_collapse!r}"
-            )
-
-
-@dataclass
-class Plan:
-    """A boundary, and what is to be done with it."""
-
-    boundary: Boundary
-    tp_size: int | None
-    rank: int
-    group: tuple[int, ...]
-    reasons: list[Reason] = field(default_factory=list)
-    notes: list[Reason] = field(default_factory=list)
-    exactness: list[str] = field(default_factory=list)
-    collapse: Collapse | None = None
-    norm: Norm | None = None
-
-    @property
-    def status(self) -> Status:
-        """What is to be done."""
-        if self.reasons:
-            return "refused"
-        return "full" if self.norm is not None else "residual_only"
+from trtllm_mhc.rewrite.match import AllReduce, Boundary, Collapse
+from trtllm_mhc.rewrite.norm import Norm
+from trtllm_mhc.rewrite.ordering import refuse_cycles, refuse_unordered
+from trtllm_mhc.rewrite.plan import FuseOptions, Plan
+from trtllm_mhc.rewrite.report import Reason
 
 
 def plan_boundaries(
@@ -91,8 +27,8 @@ def plan_boundaries(
 ) -> list[Plan]:
     """A plan for each boundary, in which every replacement is legal by itself and all are together."""
     plans = [_plan(graph, boundary, options) for boundary in boundaries]
-    _refuse_cycles(graph, plans)
-    _refuse_unordered(graph, plans, others)
+    refuse_cycles(graph, plans)
+    refuse_unordered(graph, plans, others)
     return plans
 
 
@@ -155,6 +91,9 @@ def _check_communicator(all_reduce: AllReduce, plan: Plan, options: FuseOptions)
 
 def _check_post(graph: Graph, boundary: Boundary) -> Iterator[Reason]:
     all_reduce, post = boundary.all_reduce, boundary.post
+    if any(node.depth >= len(graph.nodes) for node in post.path):
+        yield Reason("loop", "The boundary is inside a loop.", "Unroll the loop over the layers.")
+        return
     if len(boundary.posts) > 1:
         names = ", ".join(repr(each.streams.name) for each in boundary.posts)
         yield Reason(
@@ -164,6 +103,14 @@ def _check_post(graph: Graph, boundary: Boundary) -> Iterator[Reason]:
         )
     else:
         yield from _check_reduced(post.path, post.streams)
+        for role, value in {"residual": post.residual, "post": post.post, "comb": post.comb}.items():
+            if graph.depends_on(value, all_reduce.node):
+                yield Reason(
+                    "own_operand",
+                    f"{role} ({value.name!r}) is computed from the result of {all_reduce.node.name!r} that it is mixed "
+                    "with.",
+                    "Compute it from something else; the fused layer has no all-reduced value to give.",
+                )
     expected = {
         "x": (all_reduce.partial, trt.bfloat16),
         "residual": (post.residual, trt.bfloat16),
@@ -192,8 +139,6 @@ def _check_post(graph: Graph, boundary: Boundary) -> Iterator[Reason]:
             f"The post-mix rounds to bfloat16 before it is complete ({', '.join(where)}); the fused one rounds once.",
             "Take products and sums in float32 and cast the result.",
         )
-    if any(node.depth >= len(graph.nodes) for node in post.path):
-        yield Reason("loop", "The boundary is inside a loop.", "Unroll the loop over the layers.")
     if lead_source(boundary, post.streams) is None:
         yield Reason(
             "shape",
@@ -291,6 +236,12 @@ def _other_arithmetic(collapse: Collapse, norm: Norm, options: FuseOptions) -> R
             f"The norm {norm.layer_input.name!r} takes the mean square of the collapse before its rounding.",
             "Take it of the bfloat16 value.",
         )
+    if not norm.in_float32:
+        return Reason(
+            "norm_not_in_float32",
+            f"The norm {norm.layer_input.name!r} takes its mean square or the inverse root of it in bfloat16.",
+            "Take them in float32.",
+        )
     return None
 
 
@@ -355,90 +306,6 @@ def lead_source(boundary: Boundary, target: Value) -> tuple[Value, int] | None:
         if source.shape[:-behind] == lead:
             return source, len(lead)
     return (boundary.post.residual, len(lead)) if lead.count(-1) <= 1 else None
-
-
-def _refuse_cycles(graph: Graph, plans: list[Plan]) -> None:
-    """A fused layer's streams wait for its pre-mix, which unfused they do not: several may then wait in a ring."""
-    full = {plan.boundary.post.streams.producer: plan for plan in plans if plan.status == "full"}
-    while full:
-        extra: dict[Node, list[Node]] = {}
-        for node, plan in full.items():
-            assert node is not None
-            carried = [plan.collapse.pre] if plan.collapse is not None else []
-            for value in carried + ([plan.norm.gamma] if plan.norm is not None and plan.norm.gamma else []):
-                if value.producer is not None:
-                    extra.setdefault(value.producer, []).append(node)
-        stuck = _stuck(graph, extra)
-        ring = [node for node in full if node in stuck]
-        if not ring:
-            return
-        for node in ring:
-            plan = full.pop(node)
-            plan.collapse = plan.norm = None
-            plan.reasons.append(
-                Reason(
-                    "cycle",
-                    f"Fused together with its neighbours, {plan.boundary.post.streams.name!r} would depend on itself: "
-                    "their pre-mixes are computed from each other's streams.",
-                    "Compute each pre-mix from streams that come before both.",
-                )
-            )
-
-
-def _stuck(graph: Graph, extra: dict[Node, list[Node]]) -> set[Node]:
-    """Layers on a ring of dependences with the ``extra`` ones, without those of loops."""
-    in_loops = {node for node in graph.nodes if node.depth >= len(graph.nodes)}
-    successors = {
-        node: [c for value in node.outputs for c, _ in value.consumers] + extra.get(node, []) for node in graph.nodes
-    }
-    predecessors: dict[Node, list[Node]] = {node: [] for node in graph.nodes}
-    for node, after in successors.items():
-        for each in after:
-            predecessors[each].append(node)
-    left = set(graph.nodes) - in_loops
-    for before, behind in ((predecessors, successors), (successors, predecessors)):
-        # What is not on a ring, nor between two, runs dry from one end or the other.
-        missing = {node: sum(each in left for each in before[node]) for node in graph.nodes if node in left}
-        ready = [node for node, count in missing.items() if count == 0]
-        for node in ready:
-            left.discard(node)
-            for each in behind[node]:
-                if each in missing and each in left:
-                    missing[each] -= 1
-                    if missing[each] == 0:
-                        ready.append(each)
-    return left
-
-
-def _refuse_unordered(graph: Graph, plans: list[Plan], others: list[AllReduce]) -> None:
-    """All users of one group's mailbox must follow each other by data."""
-    planned = {plan.boundary.all_reduce.node: plan for plan in plans}
-    users = [plan.boundary.all_reduce for plan in plans]
-    users += [each for each in others if each.form in ("MhcAllReduce", "MhcBoundary")]
-    users.sort(key=lambda each: (each.node.depth, each.node.index))
-    last: dict[tuple[int, ...], AllReduce] = {}
-    for user in users:
-        plan = planned.get(user.node)
-        if plan is not None and plan.status == "refused" and user.form != "MhcAllReduce":
-            continue  # communicates by other means
-        group = plan.group if plan is not None else tuple(user.group or ())
-        before = last.get(group)
-        if before is not None and not graph.depends_on(user.reduced, before.node):
-            for each, other in ((user, before), (before, user)):
-                mine = planned.get(each.node)
-                if mine is not None and mine.status != "refused":
-                    mine.reasons.append(
-                        Reason(
-                            "unordered",
-                            f"{each.node.name!r} and {other.node.name!r} sum over the same ranks, and neither waits "
-                            "for the other: the ranks might take them in different orders.",
-                            "Make one depend on the other, or give them different groups.",
-                        )
-                    )
-                    mine.collapse = mine.norm = None
-                    break
-            continue
-        last[group] = user
 
 
 def _exactness(plan: Plan) -> Iterator[str]:

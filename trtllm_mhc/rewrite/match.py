@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patterns: all-reduce, mHC post, collapse and RMSNorm, recognised by what they compute.
+"""The patterns of a boundary: all-reduce, mHC post and collapse, recognised by what they compute.
 
 Nothing here changes or judges a network. A match says which tensors play which role; `legality` says whether the
 boundary may be fused.
@@ -7,7 +7,7 @@ boundary may be fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -15,19 +15,13 @@ import tensorrt as trt
 
 from trtllm_mhc.network import plugins
 from trtllm_mhc.network.collectives import Collective, read_collective
-from trtllm_mhc.rewrite.expand import MAX_STREAMS, Expansion, Factor, Term, expand, is_widening
-from trtllm_mhc.rewrite.graph import Graph, Node, Op, Value, scalar_constant
-from trtllm_mhc.rewrite.indexing import HIDDEN, Axis, Index, is_element, rows, source
+from trtllm_mhc.rewrite.expand import MAX_STREAMS, Expansion, Factor, Term, expand
+from trtllm_mhc.rewrite.graph import Graph, Node, Op, Value
+from trtllm_mhc.rewrite.indexing import HIDDEN, Axis, is_element, rows
+from trtllm_mhc.rewrite.norm import Norm, match_norm
+from trtllm_mhc.rewrite.reach import Reach
 
 _Key = TypeVar("_Key")
-
-#: Layers that may lie between an all-reduce and the streams, or between the streams and a sublayer's input.
-_PATH = {
-    *(Op.CAST, Op.IDENTITY, Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.POW, Op.SQRT, Op.RECIP, Op.SUM, Op.MEAN),
-    *(Op.EINSUM, Op.MATMUL, Op.RESHAPE, Op.SLICE, Op.GATHER, Op.CONCAT, Op.NORMALIZATION),
-}
-#: Tensors looked at from one start; a boundary written out stream by stream has about 60.
-_MAX_REACH = 160
 
 
 @dataclass(frozen=True)
@@ -103,27 +97,6 @@ class Collapse:
     expansion: Expansion
 
 
-@dataclass(frozen=True)
-class Norm:
-    """``layer_input = collapsed / sqrt(mean(collapsed ** 2) + eps) * gamma``.
-
-    Attributes:
-        eps: None where it is not a constant.
-        eps_value: the tensor it is read from; None where nothing is added to the mean.
-        subtracts_mean: whether it is a layer norm.
-        reads_unrounded: whether the mean square is that of the collapse before its rounding.
-        scale_after_rounding: whether the normalised value is rounded before it is multiplied with ``gamma``.
-    """
-
-    layer_input: Value
-    gamma: Value | None
-    eps: float | None
-    eps_value: Value | None = None
-    subtracts_mean: bool = False
-    reads_unrounded: bool = False
-    scale_after_rounding: bool = False
-
-
 @dataclass
 class Boundary:
     """A boundary as found."""
@@ -191,7 +164,7 @@ def match_posts(reduced: Value) -> list[Post]:
     """The mHC posts of an all-reduce's result."""
     # The sum before it is rounded to bfloat16 has the form of a post as well.
     for dtypes in ((trt.bfloat16,), (trt.float16, trt.float32)):
-        reach = _Reach(reduced)
+        reach = Reach(reduced)
         posts: list[Post] = []
         for value in reach.values():
             shape = value.shape
@@ -211,47 +184,18 @@ def match_entry(post: Post) -> tuple[Collapse | None, Norm | None]:
     streams, hidden = post.streams, post.streams.shape[-1]
     best: Collapse | None = None
     for dtype in (trt.bfloat16, trt.float32):
-        reach = _Reach(streams)
+        reach = Reach(streams)
         for value in reach.values():
             if len(value.shape) < 2 or value.shape[-1] != hidden or value.dtype != dtype:
                 continue
             collapse = _match_collapse(value, post, reach.seen)
             if collapse is None:
                 continue
-            norm = _match_norm(collapse)
+            norm = match_norm(collapse.collapsed)
             if norm is not None:
                 return collapse, norm
             best = best or collapse
     return best, None
-
-
-class _Reach:
-    """The tensors that a tensor is on the way to, nearest first."""
-
-    def __init__(self, start: Value) -> None:
-        self.start = start
-        self.seen: dict[Value, None] = {start: None}
-        self._stopped: set[Value] = set()
-
-    def values(self) -> Iterator[Value]:
-        """The tensors, without the start."""
-        queue = [self.start]
-        for value in queue:
-            if value is not self.start:
-                yield value
-            if value in self._stopped:
-                continue
-            for node, _ in value.live_consumers():
-                if node.op not in _PATH:
-                    continue
-                for output in node.outputs:
-                    if output not in self.seen and len(self.seen) < _MAX_REACH:
-                        self.seen[output] = None
-                        queue.append(output)
-
-    def stop_at(self, value: Value) -> None:
-        """Do not look beyond ``value``."""
-        self._stopped.add(value)
 
 
 def _match_post(streams: Value, reduced: Value, inside: Collection[Value]) -> Post | None:
@@ -261,12 +205,12 @@ def _match_post(streams: Value, reduced: Value, inside: Collection[Value]) -> Po
     combs: dict[tuple[int, int], Factor] = {}
     residuals: dict[tuple[int, int], Factor] = {}
     addends: dict[Value, None] = {}
-    first: Expansion | None = None
+    whole = Expansion([])
     for target in range(hc):
         expansion = expand(streams, (*tokens, target, HIDDEN), reduced, inside)
         if expansion is None or len(expansion.terms) <= hc:
             return None
-        first = first or expansion
+        whole = whole.joined(expansion)
         pairs = [pair for term in expansion.terms if (pair := _product(term)) is not None]
         own = [pair for pair in pairs if pair[0].index_in(reduced) is not None]
         if len(pairs) < len(expansion.terms) or len(own) != 1 or not _is_token(reduced, own[0][0]):
@@ -281,7 +225,7 @@ def _match_post(streams: Value, reduced: Value, inside: Collection[Value]) -> Po
         for position, (wide, coefficient) in enumerate(mixed):
             residuals[position, target] = wide
             combs[position, target] = coefficient
-    return _assemble_post(streams, inside, posts, combs, residuals, first, tuple(addends))
+    return _assemble_post(streams, inside, posts, combs, residuals, whole, tuple(addends))
 
 
 def _assemble_post(
@@ -290,11 +234,10 @@ def _assemble_post(
     posts: dict[int, Factor],
     combs: dict[tuple[int, int], Factor],
     residuals: dict[tuple[int, int], Factor],
-    expansion: Expansion | None,
+    expansion: Expansion,
     addends: tuple[Value, ...],
 ) -> Post | None:
     """The post, if the factors are the elements of one tensor each."""
-    assert expansion is not None
     hc = len(posts)
     for residual in _plainest(residuals[0, 0], 3):
         # The terms of a sum have no order: which stream a term is of, its index says.
@@ -337,66 +280,6 @@ def _match_collapse(value: Value, post: Post, inside: Collection[Value]) -> Coll
     if pre is None:
         return None
     return Collapse(value, pre, expansion.adds, value.dtype == trt.bfloat16, expansion)
-
-
-def _match_norm(collapse: Collapse) -> Norm | None:
-    collapsed = collapse.collapsed
-    hidden = collapsed.shape[-1]
-    reach = _Reach(collapsed)
-    for value in reach.values():
-        node = value.producer
-        if node is not None and node.op is Op.NORMALIZATION and _moved_from(node.operands[0], collapsed):
-            return Norm(value, None, float(node.layer.epsilon), subtracts_mean=True)
-        if len(value.shape) < 2 or value.shape[-1] != hidden or value.dtype != trt.bfloat16:
-            continue
-        index: Index = (*rows(value.shape[:-1]), HIDDEN)
-        expansion = expand(value, index, collapsed, reach.seen)
-        if expansion is None or len(expansion.terms) != 1 or expansion.terms[0].scale != 1.0:
-            continue
-        norm = _norm_of(value, expansion, collapsed)
-        if norm is not None:
-            return norm
-    return None
-
-
-def _norm_of(value: Value, expansion: Expansion, collapsed: Value) -> Norm | None:
-    factors = expansion.terms[0].factors
-    wide = [factor for factor in factors if factor.is_wide]
-    inverse = [factor for factor in factors if not factor.is_wide]
-    if len(wide) != 2 or len(inverse) != 1 or not is_element(*inverse[0].names[0]):
-        return None
-    own = [factor for factor in wide if factor.index_in(collapsed) is not None]
-    weights = [factor for factor in wide if factor.index_in(collapsed) is None]
-    if len(own) != 1 or len(weights) != 1:
-        return None
-    gamma = next((v for v, index in reversed(weights[0].names) if is_weight(v, index)), None)
-    mean_square = _under_inverse_root(inverse[0])
-    if gamma is None or mean_square is None:
-        return None
-    mean, eps_value = _split_eps(mean_square)
-    if mean is None:
-        return None
-    squared = _squared(mean, collapsed.shape[-1])
-    if squared is None:
-        return None
-    rounded = _moved_from(squared, collapsed)
-    producer = collapsed.producer
-    unrounded = not rounded and producer is not None and producer.op is Op.CAST
-    if not rounded and not (unrounded and producer and _moved_from(squared, producer.operands[0])):
-        return None
-    return Norm(
-        value,
-        gamma,
-        0.0 if eps_value is None else scalar_constant(eps_value),
-        eps_value,
-        reads_unrounded=not rounded,
-        scale_after_rounding=bool(expansion.extra_roundings) or expansion.bf16_arithmetic,
-    )
-
-
-def is_weight(value: Value, index: Index) -> bool:
-    """Whether the element of ``value`` depends on the hidden axis alone."""
-    return [axis for size, axis in zip(value.shape, index, strict=True) if size != 1] == [HIDDEN]
 
 
 def _product(term: Term) -> tuple[Factor, Factor] | None:
@@ -452,109 +335,3 @@ def _path(streams: Value, inside: Collection[Value]) -> frozenset[Node]:
             nodes.add(node)
             stack.extend(operand for operand in node.operands if operand in inside)
     return frozenset(nodes)
-
-
-def _moved_from(value: Value, origin: Value) -> bool:
-    """Whether ``value`` holds the elements of ``origin``, each token's in its row, at most widened."""
-    index: Index = (*rows(value.shape[:-1]), HIDDEN)
-    while value is not origin:
-        found = source(value, index)
-        if (
-            found is None
-            and value.producer is not None
-            and value.producer.op is Op.CAST
-            and is_widening(value.producer)
-        ):
-            found = value.producer.operands[0], index
-        if found is None:
-            return False
-        value, index = found
-    return is_element(value, index, HIDDEN)
-
-
-def _strip(value: Value) -> Value:
-    """The tensor that a per-token scalar is, under casts that do not round, reshapes and identities."""
-    while (node := value.producer) is not None and (
-        node.op is Op.IDENTITY
-        or (node.op is Op.RESHAPE and all(order == tuple(sorted(order)) for order in node.transposes))
-        or (node.op is Op.CAST and node.operands[0].dtype == value.dtype)
-    ):
-        value = node.operands[0]
-    return value
-
-
-def _under_inverse_root(factor: Factor) -> Value | None:
-    """``a`` where the factor is ``1 / sqrt(a)``, in any of its spellings."""
-    value, inverted, rooted = _strip(factor.names[0][0]), factor.reciprocal, False
-    for _ in range(4):
-        node = value.producer
-        if node is None:
-            return None
-        if node.op is Op.RECIP and not inverted:
-            value, inverted = _strip(node.operands[0]), True
-        elif node.op is Op.DIV and not inverted and scalar_constant(node.operands[0]) == 1.0:
-            value, inverted = _strip(node.operands[1]), True
-        elif node.op is Op.SQRT and not rooted:
-            value, rooted = _strip(node.operands[0]), True
-        elif node.op is Op.POW and not rooted:
-            exponent = scalar_constant(node.operands[1])
-            if exponent == -0.5 and not inverted:
-                inverted = True
-            elif exponent != 0.5:
-                return None
-            value, rooted = _strip(node.operands[0]), True
-        else:
-            return None
-        if inverted and rooted:
-            return value
-    return None
-
-
-def _split_eps(value: Value) -> tuple[Value | None, Value | None]:
-    """``mean + eps`` as its parts; no eps where ``value`` is a mean itself."""
-    node = value.producer
-    if node is not None and node.op is Op.ADD:
-        for mean, eps in (node.operands, node.operands[::-1]):
-            if _mean(_strip(mean)) is not None:
-                return _strip(mean), eps
-        return None, None
-    return value, None
-
-
-def _mean(value: Value) -> tuple[Value, float, Node] | None:
-    """What ``value`` averages: the tensor under the reduction, the factor beside it, and the reduction."""
-    node = value.producer
-    if node is None:
-        return None
-    if node.op is Op.MEAN:
-        return node.operands[0], 1.0, node
-    if node.op is Op.SUM:
-        return node.operands[0], float("nan"), node
-    if node.op in (Op.MUL, Op.DIV):
-        for total, count in (node.operands, node.operands[::-1]):
-            reduced, number = _strip(total).producer, scalar_constant(count)
-            if reduced is not None and reduced.op is Op.SUM and number:
-                return reduced.operands[0], number if node.op is Op.MUL else 1.0 / number, reduced
-            if node.op is Op.DIV:
-                break
-    return None
-
-
-def _squared(mean: Value, hidden: int) -> Value | None:
-    """``v`` where ``mean`` is the mean of ``v ** 2`` over the hidden axis."""
-    found = _mean(mean)
-    if found is None:
-        return None
-    squares, factor, reduction = found
-    if len(squares.shape) < 2 or squares.shape[-1] != hidden or reduction.layer.axes != 1 << (len(squares.shape) - 1):
-        return None
-    if reduction.op is Op.SUM and abs(factor * hidden - 1.0) > 2**-20:
-        return None
-    node = squares.producer
-    if node is None:
-        return None
-    if node.op is Op.MUL and node.operands[0] is node.operands[1]:
-        return node.operands[0]
-    if node.op is Op.POW and scalar_constant(node.operands[1]) == 2.0:
-        return node.operands[0]
-    return None

@@ -246,9 +246,11 @@ def test_group_and_rank_reach_the_plugin(trt, forms, network, fuse):
         ("norm_reads_unrounded", "norm_reads_unrounded"),
         ("not_rounded", "collapse_not_rounded"),
         ("no_norm", "no_norm"),
+        ("norm_in_bfloat16", "norm_not_in_float32"),
+        ("sum_for_mean", "no_norm"),
     ],
 )
-def test_entries_of_other_arithmetic_are_left_out(compare, variant, code):
+def test_entries_of_other_arithmetic_are_left_out(compare, forms, variant, code):
     def write(w, inputs):
         streams = w.post(w.all_reduce(inputs["x"]), *(inputs[name] for name in ("residual", "post", "comb")))
         narrow = w.narrow
@@ -259,6 +261,13 @@ def test_entries_of_other_arithmetic_are_left_out(compare, variant, code):
         if variant == "norm_reads_unrounded":
             mean_square = w.mean_square(unrounded)
             w.mean_square = lambda wide: mean_square
+            w.output(result=w.norm(collapsed, inputs["gamma"]))
+        elif variant == "norm_in_bfloat16":
+            w.wide = lambda x: x
+            w.scalar = lambda value, rank: w.narrow(forms.Writer.scalar(w, value, rank))
+            w.output(result=w.norm(collapsed, inputs["gamma"]))
+        elif variant == "sum_for_mean":
+            w.mean_square = lambda wide: w.sum(w.mul(wide, wide), -1, keep=True)
             w.output(result=w.norm(collapsed, inputs["gamma"]))
         elif variant == "not_rounded":
             w.output(result=w.norm(unrounded, inputs["gamma"]))

@@ -452,3 +452,39 @@ def test_every_reason_is_met_here(trt):
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert len(codes) > 20
     assert {code for code in codes if f'"{code}"' not in tests} == set()
+
+
+def test_post_from_the_sum_itself(trt, forms, network):
+    """Even by layers that could belong to the boundary."""
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    reduced = w.all_reduce(inputs["x"])
+    mean = w.sum(w.wide(reduced), 1, keep=True, operation=trt.ReduceOperation.AVG)
+    post = w.mul(mean, inputs["post"])
+    w.output(streams=w.post(reduced, inputs["residual"], post, inputs["comb"]))
+    before = forms.snapshot(network)
+    (entry,) = fuse_boundaries(network).found
+    assert "own_operand" in [reason.code for reason in entry.reasons]
+    assert forms.snapshot(network) == before
+
+
+def test_one_target_rounded_on_the_way(trt, forms, network, refused):
+    """Streams written one by one, of which only the last is rounded twice."""
+    from trtllm_mhc.network import ops
+
+    w = forms.Writer(network, forms.Form(post="per_target"))
+    inputs = w.inputs()
+    add, count = w.add, 0
+
+    def add_and_round_the_last(a, b):
+        nonlocal count
+        count += 1
+        result = add(a, b)
+        return w.wide(ops.cast(network, result, trt.bfloat16)) if count == 15 else result
+
+    w.add = add_and_round_the_last
+    w.output(streams=w.post(w.all_reduce(inputs["x"]), inputs["residual"], inputs["post"], inputs["comb"]))
+    assert count == 16
+    refused("extra_rounding")
