@@ -55,7 +55,8 @@ def test_enumerations_have_the_header_s_values(name: str) -> None:
     enum, prefix = ENUMS[name]
     body = re.search(rf"typedef enum {name} \{{(.*?)\}}", HEADER.read_text(), re.DOTALL)
     assert body is not None
-    found = {key: int(value) for key, value in re.findall(rf"{prefix}(\w+) = (\d+)", body.group(1))}
+    code = re.sub(r"//.*", "", body.group(1))
+    found = {key: int(value) for key, value in re.findall(rf"{prefix}(\w+)\s*=\s*(\d+)", code)}
     assert found == {member.name: member.value for member in enum}
 
 
