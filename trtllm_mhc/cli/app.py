@@ -119,3 +119,75 @@ def demo(
         timing_cache=timing_cache,
     )
     raise typer.Exit(run(options, json_path, _console()))
+
+
+@app.command()
+def build(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the engines.", file_okay=False)],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint folder (config.json, rank0.safetensors ...) instead of --seed.", file_okay=False),
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Ranks: 1, 2, 4 or 8. A checkpoint has its own number.")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers; a checkpoint has its own number.")] = 40,
+    seed: Annotated[int, typer.Option(help="Of the generated weights.")] = 0,
+    sublayers: Annotated[
+        SublayerKind, typer.Option(help="Stand-ins for attention and MoE: real matrices, or elementwise layers only.")
+    ] = SublayerKind.matmul,
+    max_rows: Annotated[int, typer.Option(min=1, help="Most tokens of a step (M).")] = 64,
+    opt_rows: Annotated[int, typer.Option(min=1, help="Tokens that the engines are tuned for.")] = 8,
+    fuse: Annotated[bool, typer.Option(help="Fuse the boundaries.")] = True,
+    require: Annotated[
+        int | None, typer.Option(min=0, help="Boundaries that must be fused; default: all that are found.")
+    ] = None,
+    timing_cache: Annotated[
+        Path | None, typer.Option(help="TensorRT's timing cache; default: timing.cache in the output folder.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Everything but the engines; needs no GPU.")] = False,
+) -> None:
+    """Build every rank's engine of DeepSeek V4.1's boundary stack with TensorRT alone.
+
+    The folder gets rank0.engine and so on, config.json, report.json (what was fused, rank by rank) and the timing
+    cache. Exit code 1: nothing was built, and why is said.
+    """
+    from trtllm_mhc.cli.build import BuildOptions, run
+
+    options = BuildOptions(
+        output=output,
+        checkpoint=checkpoint,
+        tp=tp,
+        layers=layers,
+        seed=seed,
+        sublayers=sublayers.value,
+        max_rows=max_rows,
+        opt_rows=opt_rows,
+        fuse=fuse,
+        require=require,
+        timing_cache=timing_cache,
+        dry_run=dry_run,
+    )
+    raise typer.Exit(run(options, Console()))
+
+
+@app.command("trtllm-build")
+def trtllm_build(
+    arguments: Annotated[list[str], typer.Argument(help="Arguments of trtllm-build, after --.", metavar="-- ARGS...")],
+    fuse: Annotated[bool, typer.Option(help="Fuse the boundaries.")] = True,
+    require: Annotated[
+        int | None, typer.Option(min=0, help="Boundaries that every rank must have fused; fewer stop the build.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write all ranks' reports here too; each is beside its engine anyway.")
+    ] = None,
+) -> None:
+    """Run TensorRT-LLM's trtllm-build with the plugins loaded and the boundaries fused.
+
+    For example: trtllm-mhc trtllm-build --require 80 -- --checkpoint_dir ckpt --output_dir engines
+
+    Adds the model file of DeepSeek V4.1 where none is given. Exit code 1: trtllm-build failed, or the model class does
+    not go through the pass, or this TensorRT-LLM has no TensorRT backend any more.
+    """
+    from trtllm_mhc.cli.trtllm_build import TrtllmBuildOptions, run
+
+    options = TrtllmBuildOptions(tuple(arguments), fuse=fuse, require=require, report=report)
+    raise typer.Exit(run(options, Console()))

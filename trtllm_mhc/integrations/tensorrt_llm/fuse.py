@@ -87,17 +87,17 @@ class _Snapshot:
 
 def _live_layers(definition: Any) -> set[int]:
     """Indices of the layers that an output depends on."""
-    producers = {}
+    producers: dict[Any, int] = {}
     for index in range(definition.num_layers):
         layer = definition.get_layer(index)
         producers |= {layer.get_output(k): index for k in range(layer.num_outputs)}
     live: set[int] = set()
     stack = [definition.get_output(k) for k in range(definition.num_outputs)]
     while stack:
-        index = producers.get(stack.pop())
-        if index is not None and index not in live:
-            live.add(index)
-            layer = definition.get_layer(index)
+        found = producers.get(stack.pop())
+        if found is not None and found not in live:
+            live.add(found)
+            layer = definition.get_layer(found)
             stack += [tensor for k in range(layer.num_inputs) if (tensor := layer.get_input(k)) is not None]
     return live
 

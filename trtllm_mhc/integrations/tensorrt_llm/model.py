@@ -24,6 +24,7 @@ from tensorrt_llm.module import ModuleList
 from tensorrt_llm.plugin import current_all_reduce_helper
 
 from trtllm_mhc.integrations.tensorrt_llm.hook import fuse_on_build
+from trtllm_mhc.models.architectures import DEEPSEEK_V41
 from trtllm_mhc.models.deepseek_v41 import DeepseekV41Config, ModelWeights
 from trtllm_mhc.models.deepseek_v41 import checkpoint as checkpoints
 from trtllm_mhc.models.deepseek_v41.stack import SublayerStandIns, layer_loop
@@ -249,4 +250,4 @@ def _to_numpy(array: Array) -> Array:
 
 
 # Where TensorRT-LLM looks the class of a config up, even when --model_cls_file names the class of the model.
-MODEL_MAP.setdefault(checkpoints.ARCHITECTURE, DeepseekV41ForCausalLM)
+MODEL_MAP.setdefault(DEEPSEEK_V41, DeepseekV41ForCausalLM)

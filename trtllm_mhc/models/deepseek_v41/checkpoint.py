@@ -18,13 +18,13 @@ import ml_dtypes
 import numpy as np
 
 from trtllm_mhc.models import safetensors
+from trtllm_mhc.models.architectures import DEEPSEEK_V41
 from trtllm_mhc.models.deepseek_v41.config import DeepseekV41Config
 from trtllm_mhc.models.deepseek_v41.stack import StackWeights
 from trtllm_mhc.models.deepseek_v41.weights import AttentionWeights, ElementwiseWeights, EngramWeights, MlpWeights
 from trtllm_mhc.network.boundaries import LayerWeights
 from trtllm_mhc.network.ops import Array
 
-ARCHITECTURE = "DeepseekV41ForCausalLM"
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _F32 = np.dtype(np.float32)
 _I32 = np.dtype(np.int32)
@@ -134,7 +134,7 @@ def verify(what: str, tensors: Mapping[str, Array], specs: Mapping[str, TensorSp
 def pretrained_config(config: DeepseekV41Config, tp_size: int) -> dict[str, Any]:
     """The content of ``config.json``."""
     return {
-        "architecture": ARCHITECTURE,
+        "architecture": DEEPSEEK_V41,
         "dtype": "bfloat16",
         "num_attention_heads": config.o_groups,
         "vocab_size": None,
@@ -156,8 +156,8 @@ def parse_config(what: str, content: Any) -> tuple[DeepseekV41Config, int]:
     """
     if not isinstance(content, dict):
         raise CheckpointError(f"{what}: expected an object, got {type(content).__name__}")
-    if content.get("architecture") != ARCHITECTURE:
-        raise CheckpointError(f"{what}: architecture: expected {ARCHITECTURE!r}, got {content.get('architecture')!r}")
+    if content.get("architecture") != DEEPSEEK_V41:
+        raise CheckpointError(f"{what}: architecture: expected {DEEPSEEK_V41!r}, got {content.get('architecture')!r}")
     if content.get("dtype") != "bfloat16":
         raise CheckpointError(f"{what}: dtype: expected 'bfloat16', got {content.get('dtype')!r}")
     mapping = content.get("mapping") or {}
