@@ -100,12 +100,18 @@ class TimingCache:
                 partial.replace(self._path)
 
 
+_recorders: list[trt.IErrorRecorder] = []
+
+
 class ErrorRecorder(trt.IErrorRecorder):  # type: ignore[misc]
     """Collects what TensorRT reports, from whatever thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self._errors: list[tuple[Any, str]] = []
+        # TensorRT's objects tell their recorder when they go. Python lets go of a builder, and with it of the recorder,
+        # before it lets go of the network (seen as a crash on 10.6), so recorders stay.
+        _recorders.append(self)
 
     def num_errors(self) -> int:
         """Called by TensorRT."""
