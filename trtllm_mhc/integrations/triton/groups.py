@@ -143,10 +143,10 @@ class NetworkRanks:
         evaluated: list[Outputs] = []
 
         def work(rank: int) -> Outputs:
-            self._threads.barrier(self._timeout_s)
+            self._meet()
             if rank == 0:
                 evaluated.extend(self._evaluate())
-            self._threads.barrier(self._timeout_s)
+            self._meet()
             return evaluated[rank]
 
         return self._threads.run(work, timeout_s=self._timeout_s)
@@ -154,6 +154,10 @@ class NetworkRanks:
     def close(self) -> None:
         """See `RankGroup`."""
         self._networks = []
+
+    def _meet(self) -> None:
+        # Longer than the run may take, so that the error names the rank that did not come, not those that waited.
+        self._threads.barrier(2 * self._timeout_s)
 
     def _evaluate(self) -> list[Outputs]:
         return interpreter.evaluate(self._networks, [self._feeds[rank] for rank in range(self.tp_size)])
