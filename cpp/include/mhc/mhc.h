@@ -176,6 +176,34 @@ MHC_API mhcStatus mhcBoundaryLocal(int32_t hidden, mhcBoundaryArgs const* args, 
 MHC_API mhcStatus mhcAllReduce(mhcComm_t comm, int32_t lane, void const* x, void* sum, int32_t rows, void* stream);
 MHC_API mhcStatus mhcAllReduceLocal(void const* x, void* sum, int32_t rows, int32_t hidden, void* stream);
 
+// The mHC coefficients of one sublayer, from its entry streams; all arithmetic in fp32, no communication:
+//   mixes = (x @ fn^T) * rsqrt(mean(x^2) + rms_norm_eps)
+//   pre = sigmoid(mixes[0:4] * scale[0] + base[0:4]) + hc_eps
+//   post = sigmoid(mixes[4:8] * scale[1] + base[4:8]) * post_alpha
+//   comb = Sinkhorn(softmax over targets(mixes[8:24] * scale[2] + base[8:24]) + hc_eps), [source, target]
+typedef struct mhcCoefficientsArgs {
+    uint32_t struct_size;
+    int32_t rows;            // M >= 0
+    int32_t hidden_size;     // H
+    int32_t broadcast;       // 1: the first layer, where all streams are equal: streams is [M,H] and fn [24,H]
+    int32_t sinkhorn_iters;  // >= 1, the first round (columns only) included
+    float rms_norm_eps;
+    float hc_eps;
+    float post_alpha;
+    void const* streams;  // [M,hc,H] bf16
+    float const* fn;      // [24,hc*H], rows in the order pre, post, comb
+    float const* scale;   // [3]
+    float const* base;    // [24]
+    float* post;          // [M,hc]
+    float* comb;          // [M,hc,hc]
+    float* pre;           // [M,hc]
+    void* workspace;      // mhcCoefficientsWorkspaceBytes(M, H, broadcast) bytes, contents do not matter
+    size_t workspace_bytes;
+} mhcCoefficientsArgs;
+
+MHC_API size_t mhcCoefficientsWorkspaceBytes(int32_t rows, int32_t hidden, int32_t broadcast);
+MHC_API mhcStatus mhcCoefficients(mhcCoefficientsArgs const* args, void* stream);
+
 #ifdef __cplusplus
 }
 #endif
