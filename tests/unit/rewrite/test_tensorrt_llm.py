@@ -3,50 +3,17 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sysconfig
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-SOURCE = Path(__file__).parent / "all_reduce_v2.cpp"
-
-
-@pytest.fixture(scope="module")
-def stand_in(trt, tmp_path_factory):
-    """A library with a plugin of that type in two namespaces, loaded."""
-    if not trt.__version__.startswith("10."):
-        pytest.skip(
-            f"TensorRT-LLM's TensorRT backend, and the headers here, are for TensorRT 10, not {trt.__version__}"
-        )
-    compiler = shutil.which("g++")
-    headers = Path(trt.__file__).parents[2] / "include"
-    cuda = [Path(sysconfig.get_path("purelib"), "nvidia/cu13/include"), Path("/usr/local/cuda/include")]
-    cuda = [folder for folder in cuda if (folder / "cuda_runtime_api.h").is_file()]
-    if compiler is None or not (headers / "NvInfer.h").is_file() or not cuda:
-        pytest.skip(f"needs g++, {headers}/NvInfer.h and the CUDA headers to compile a plugin of the old interface")
-    library = tmp_path_factory.mktemp("stand_in") / "liball_reduce_v2.so"
-    includes = [f"-isystem{folder}" for folder in (headers, *cuda[:1])]
-    subprocess.run(
-        [compiler, "-std=c++17", "-shared", "-fPIC", "-Wno-deprecated-declarations", *includes, SOURCE, "-o", library],
-        check=True,
-        timeout=110,
-    )
-    registry = trt.get_plugin_registry()
-    handle = registry.load_library(str(library))
-    assert handle is not None
-    return registry
-
 
 @pytest.fixture
-def all_reduce(trt, stand_in, network):
+def all_reduce(trt, all_reduce_v2, network):
     """Adds the layer: with the workspace input or without, with one output or two, in one namespace or another."""
     from trtllm_mhc.network.layers import downcast
 
     def add(x, workspace=True, outputs=1, namespace="tensorrt_llm"):
-        creators = [c for c in stand_in.all_creators if (c.name, c.plugin_namespace) == ("AllReduce", namespace)]
+        creators = [c for c in all_reduce_v2.all_creators if (c.name, c.plugin_namespace) == ("AllReduce", namespace)]
         field = trt.PluginField("outputs", np.array([outputs, 0], np.int32), trt.PluginFieldType.INT32)
         plugin = creators[0].create_plugin("AllReduce", trt.PluginFieldCollection([field]))
         inputs = [x]
