@@ -20,6 +20,13 @@ app = typer.Typer(
 )
 
 
+class AllReduceKind(StrEnum):
+    """The layer of the unfused all-reduce."""
+
+    plugin = "plugin"
+    dist_collective = "dist_collective"
+
+
 class SublayerKind(StrEnum):
     """What stands between the boundaries of the demo's network."""
 
@@ -191,3 +198,78 @@ def trtllm_build(
 
     options = TrtllmBuildOptions(tuple(arguments), fuse=fuse, require=require, report=report)
     raise typer.Exit(run(options, Console()))
+
+
+@app.command()
+def verify(
+    tp: Annotated[int, typer.Option(help="Ranks: 1, 2, 4 or 8. They share GPUs where there are fewer.")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers; two boundaries each.")] = 40,
+    rows: Annotated[int, typer.Option(min=1, help="Tokens of a step (M).")] = 8,
+    inputs: Annotated[
+        int | None,
+        typer.Option(min=2, help="Generated inputs to compare over. Default: 16 with engines, 4 in the interpreter."),
+    ] = None,
+    sublayers: Annotated[
+        SublayerKind, typer.Option(help="Stand-ins for attention and MoE: real matrices, or elementwise layers only.")
+    ] = SublayerKind.matmul,
+    seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
+    all_reduce: Annotated[
+        AllReduceKind, typer.Option(help="The unfused all-reduce: this project's, or TensorRT's own layer.")
+    ] = AllReduceKind.plugin,
+    unfused: Annotated[
+        Path | None,
+        typer.Option(help="Engines instead of built ones: a folder with rank0.engine, ..., or one file for all ranks."),
+    ] = None,
+    fused: Annotated[Path | None, typer.Option(help="The same of the fused form.")] = None,
+    hidden_size: Annotated[int, typer.Option(help="H.")] = 5120,
+    data: Annotated[
+        str | None, typer.Option(help="Inputs for given engines: a Polygraphy data loader script, FILE[:FUNCTION].")
+    ] = None,
+    save_engines: Annotated[
+        Path | None, typer.Option(help="Write the engines to this folder, for a later run or for Polygraphy.")
+    ] = None,
+    atol: Annotated[
+        float | None, typer.Option(help="Polygraphy's. Default: 3 times the unfused form's distance to float64.")
+    ] = None,
+    rtol: Annotated[float | None, typer.Option(help="Polygraphy's, relative to the unfused form.")] = None,
+    check_error_stat: Annotated[
+        str, typer.Option(help="Polygraphy's: elemwise, max, mean, median or quantile.")
+    ] = "elemwise",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the record of the run here.", dir_okay=False)
+    ] = None,
+    timing_cache: Annotated[
+        Path | None, typer.Option(help="Keep TensorRT's timing cache in this file, to build faster next time.")
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(envvar="GIT_COMMIT", help="Commit to note in the record; default: git's.")
+    ] = None,
+) -> None:
+    """Compare unfused with fused engines by Polygraphy, and by what it cannot see.
+
+    Beside Polygraphy's comparison: the ranks bit for bit, both forms against an evaluation in float64, every boundary
+    against the reference, and the first tensor that is off, with its rank and rows. Without a GPU the numpy interpreter
+    evaluates both networks. Exit code 0: everything holds. 1: something differs. 2: it could not be found out.
+    """
+    from trtllm_mhc.cli.verify import VerifyOptions, run
+
+    options = VerifyOptions(
+        tp=tp,
+        layers=layers,
+        rows=rows,
+        inputs=inputs,
+        sublayers=sublayers.value,
+        seed=seed,
+        all_reduce=all_reduce.value,
+        atol=atol,
+        rtol=rtol,
+        stat=check_error_stat,
+        unfused=unfused,
+        fused=fused,
+        hidden_size=hidden_size,
+        data=data,
+        save_engines=save_engines,
+        timing_cache=timing_cache,
+        commit=commit,
+    )
+    raise typer.Exit(run(options, json_path, _console()))

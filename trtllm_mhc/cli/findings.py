@@ -18,6 +18,8 @@ from rich.markup import escape
 import trtllm_mhc
 
 if TYPE_CHECKING:
+    from trtllm_mhc.models.deepseek_v41 import DeepseekV41Config
+    from trtllm_mhc.verification.boundary_stack import StackJobs
     from trtllm_mhc.verification.checks import Agreement, BoundaryCheck
     from trtllm_mhc.verification.probes import BoundaryProbe
 
@@ -69,6 +71,20 @@ def environment(tensorrt_version: str, commit: str | None = None) -> dict[str, A
         "version": trtllm_mhc.__version__,
         "commit": commit or _commit(),
     }
+
+
+def note_report(jobs: StackJobs, config: DeepseekV41Config, findings: Findings) -> None:
+    """Whether the pass fused every boundary that the model has."""
+    report = jobs.reports[0]
+    findings.record |= {
+        "boundaries_found": len(report.found),
+        "boundaries_fused": len(report.fused),
+        "boundaries_full": report.full,
+        "boundaries_residual_only": report.residual_only,
+    }
+    expected = (config.boundaries, config.boundaries_full, config.boundaries_residual_only)
+    got = (len(report.fused), report.full, report.residual_only)
+    findings.require(got == expected, f"expected {expected} boundaries fused (all, full, residual-only), got {got}")
 
 
 def note_distances(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 import tensorrt as trt
@@ -16,33 +16,38 @@ from trtllm_mhc.network import CommunicatorSpec, build_single_boundary
 from trtllm_mhc.rewrite import Report, fuse_boundaries
 from trtllm_mhc.verification import checks
 from trtllm_mhc.verification.backends import Job, Runner
-from trtllm_mhc.verification.probes import BoundaryProbe, probe_boundaries
+from trtllm_mhc.verification.probes import BoundaryProbe, probe_boundaries, probe_unfused
 
 Array = npt.NDArray[Any]
 
 INPUT, OUTPUT = "embeddings", "hidden_states"
-UNFUSED, FUSED, PROBED = "unfused", "fused", "fused, every boundary shown"
+UNFUSED, FUSED = "unfused", "fused"
+PROBED, PROBED_UNFUSED = "fused, every boundary shown", "unfused, every boundary shown"
 
 
 @dataclass
 class StackJobs:
-    """The stack in three forms: unfused, fused, and fused with every boundary's tensors as outputs.
+    """The stack in two forms, unfused and fused, and both also with every boundary's tensors as outputs.
 
     Attributes:
         config: dimensions.
         weights: of all ranks.
         tp_size: number of ranks.
         sublayers: what stands between the boundaries.
+        all_reduce: the layer of the unfused all-reduce, see `CommunicatorSpec`.
         reports: what the pass said for each rank of the fused form, filled as networks are made.
-        probes: the boundaries of the probed form, filled as networks are made.
+        probes: the boundaries of the probed fused form, filled as networks are made.
+        unfused_probes: the same of the probed unfused form.
     """
 
     config: DeepseekV41Config
     weights: ModelWeights
     tp_size: int
     sublayers: Sublayers
+    all_reduce: Literal["plugin", "dist_collective"] = "plugin"
     reports: dict[int, Report] = field(default_factory=dict)
     probes: list[BoundaryProbe] = field(default_factory=list)
+    unfused_probes: list[BoundaryProbe] = field(default_factory=list)
 
     def unfused(self) -> Job:
         """The network as it is defined."""
@@ -69,8 +74,19 @@ class StackJobs:
 
         return Job(PROBED, populate)
 
+    def probed_unfused(self) -> Job:
+        """The network as it is defined, with every boundary's tensors as outputs; rank 0's fused one is made first."""
+
+        def populate(network: trt.INetworkDefinition, rank: int) -> None:
+            self._define(network, rank)
+            probes = probe_unfused(network, self.reports[0])
+            if rank == 0:
+                self.unfused_probes = probes
+
+        return Job(PROBED_UNFUSED, populate)
+
     def _define(self, network: trt.INetworkDefinition, rank: int) -> None:
-        spec = CommunicatorSpec(self.tp_size)
+        spec = CommunicatorSpec(self.tp_size, all_reduce=self.all_reduce)
         build_boundary_stack(network, self.config, self.weights, spec, rank=rank, sublayers=self.sublayers)
 
 

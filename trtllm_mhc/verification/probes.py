@@ -12,6 +12,7 @@ import tensorrt as trt
 
 from trtllm_mhc.network import plugins
 from trtllm_mhc.network.layers import constant_array, layer_type
+from trtllm_mhc.rewrite.report import Report
 
 Array = npt.NDArray[Any]
 
@@ -78,6 +79,40 @@ def probe_boundaries(network: trt.INetworkDefinition) -> list[BoundaryProbe]:
             tensors[role] = layer.get_output(slot).name
         eps = fields["norm_eps"] if fields.get("collapse", 1) else None
         probes.append(BoundaryProbe(len(probes), layer.name, eps, tensors, constants))
+    return probes
+
+
+def probe_unfused(network: trt.INetworkDefinition, report: Report) -> list[BoundaryProbe]:
+    """Marks the same tensors of an unfused network as outputs: contributions, streams and layer inputs.
+
+    Args:
+        network: defined exactly as the one that `report` is about was before the pass, so that names agree.
+        report: what the pass said of the other one.
+
+    Raises:
+        LookupError: the network is another one: a layer or tensor of the report is missing.
+    """
+    layers = {layer.name: layer for layer in (network.get_layer(index) for index in range(network.num_layers))}
+    tensors = {
+        layer.get_output(slot).name: layer.get_output(slot)
+        for layer in layers.values()
+        for slot in range(layer.num_outputs)
+    }
+    probes = []
+    for index, entry in enumerate(report.fused):
+        wanted = {"residual_out": entry.streams}
+        if entry.layer_input is not None:
+            wanted["layer_input"] = entry.layer_input
+        missing = [name for name in (entry.all_reduce,) if name not in layers]
+        missing += [name for name in wanted.values() if name not in tensors]
+        if missing:
+            raise LookupError(f"{entry.name}: the network has no {missing}; expected it as it was before the pass")
+        found = {"x": layers[entry.all_reduce].get_input(0)}
+        found |= {role: tensors[name] for role, name in wanted.items()}
+        for tensor in found.values():
+            _expose(network, tensor)
+        names = {role: tensor.name for role, tensor in found.items()}
+        probes.append(BoundaryProbe(index, entry.all_reduce, None, names, {}))
     return probes
 
 
