@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,6 +75,36 @@ def network(trt: ModuleType, builder: Any) -> Any:
     if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
         flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     return builder.create_network(flags)
+
+
+@pytest.fixture(scope="session")
+def all_reduce_library(trt: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TensorRT-LLM's AllReduce as far as networks go, compiled: a V2 plugin of that name, in two namespaces."""
+    if not trt.__version__.startswith("10."):
+        pytest.skip(f"TensorRT-LLM's TensorRT backend, and its plugins, are for TensorRT 10, not {trt.__version__}")
+    compiler = shutil.which("g++")
+    headers = Path(trt.__file__).parents[2] / "include"
+    cuda = [Path(sysconfig.get_path("purelib"), "nvidia/cu13/include"), Path("/usr/local/cuda/include")]
+    cuda = [folder for folder in cuda if (folder / "cuda_runtime_api.h").is_file()]
+    if compiler is None or not (headers / "NvInfer.h").is_file() or not cuda:
+        pytest.skip(f"needs g++, {headers}/NvInfer.h and the CUDA headers to compile a plugin of the old interface")
+    library = tmp_path_factory.mktemp("all_reduce_v2") / "liball_reduce_v2.so"
+    includes = [f"-isystem{folder}" for folder in (headers, *cuda[:1])]
+    source = TESTS / "unit/rewrite/all_reduce_v2.cpp"
+    subprocess.run(
+        [compiler, "-std=c++17", "-shared", "-fPIC", "-Wno-deprecated-declarations", *includes, source, "-o", library],
+        check=True,
+        timeout=110,
+    )
+    return library
+
+
+@pytest.fixture(scope="session")
+def all_reduce_v2(trt: ModuleType, all_reduce_library: Path) -> Any:
+    """The plugin registry, with that library loaded."""
+    registry = trt.get_plugin_registry()
+    assert registry.load_library(str(all_reduce_library)) is not None
+    return registry
 
 
 _loggers: dict[str, Any] = {}

@@ -21,6 +21,9 @@ from trtllm_mhc.rewrite.ordering import refuse_cycles, refuse_unordered
 from trtllm_mhc.rewrite.plan import FuseOptions, Plan
 from trtllm_mhc.rewrite.report import Reason
 
+# How TensorRT-LLM names the outputs that it binds to user buffers.
+_USER_BUFFER = "allreduce_ub_"
+
 
 def plan_boundaries(
     graph: Graph, boundaries: list[Boundary], others: list[AllReduce], options: FuseOptions
@@ -58,6 +61,12 @@ def _check_communicator(all_reduce: AllReduce, plan: Plan, options: FuseOptions)
             "collective_unknown",
             f"TensorRT does not tell which collective {name!r} is.",
             "Label it with label_all_reduce_sum, or pass FuseOptions(unlabelled_collectives='all_reduce_sum').",
+        )
+    if all_reduce.form == "AllReduce" and all_reduce.partial.is_output and _USER_BUFFER in all_reduce.partial.name:
+        yield Reason(
+            "user_buffer",
+            f"{name!r} reduces in a buffer of the caller's ({all_reduce.partial.name!r} is an output of the network).",
+            "Build with --user_buffer disable; the plugin has buffers of its own.",
         )
     if plan.tp_size is None:
         yield Reason(
