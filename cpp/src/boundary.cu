@@ -90,8 +90,12 @@ cudaError_t loadBoundaryKernels() {
 }
 
 cudaError_t loadAllKernels() {
-    cudaError_t const status = loadPublishKernels();
-    return status == cudaSuccess ? loadBoundaryKernels() : status;
+    for (auto const load : {loadPublishKernels, loadBoundaryKernels, loadCoefficientsKernels}) {
+        cudaError_t const status = load();
+        if (status != cudaSuccess)
+            return status;
+    }
+    return cudaSuccess;
 }
 
 }  // namespace mhc

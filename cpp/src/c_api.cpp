@@ -325,4 +325,15 @@ mhcStatus mhcAllReduceLocal(void const* x, void* sum, int32_t rows, int32_t hidd
     return guarded([&] { mhc::allReduceLocal(x, sum, rows, hidden, mhc::streamOf(stream)); });
 }
 
+size_t mhcCoefficientsWorkspaceBytes(int32_t rows, int32_t hidden, int32_t broadcast) {
+    return mhc::coefficientsWorkspaceBytes(rows, hidden, broadcast != 0);
+}
+
+mhcStatus mhcCoefficients(mhcCoefficientsArgs const* args, void* stream) {
+    return guarded([&] {
+        require(args != nullptr, "args is NULL");
+        mhc::coefficients(*args, mhc::streamOf(stream));
+    });
+}
+
 }  // extern "C"

@@ -85,6 +85,9 @@ private:
 void boundaryLocal(int hidden, mhcBoundaryArgs const& args, cudaStream_t stream);
 void allReduceLocal(void const* x, void* sum, int rows, int hidden, cudaStream_t stream);
 
+size_t coefficientsWorkspaceBytes(int rows, int hidden, bool broadcast);
+void coefficients(mhcCoefficientsArgs const& args, cudaStream_t stream);
+
 // The sentence for an error record.
 std::string describe(mhcErrorRecord const& record, int lane);
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "mhc/coefficients.h"
 #include "mhc/finalize.h"
 #include "mhc/mailbox.h"
 #include "mhc/mhc.h"
@@ -64,6 +65,9 @@ cudaError_t launchFinalizePublish(
 cudaError_t launchGate(Mailbox const& box, Chunk const& chunk, cudaStream_t stream);
 cudaError_t launchBoundary(
     BoundaryShape const& shape, Mailbox const& box, BoundaryArgs const& args, Launch how, cudaStream_t stream);
+
+// rows >= 1.
+cudaError_t launchCoefficients(CoefficientsInput const& input, cudaStream_t stream);
 
 bool hiddenSizeSupported(int hidden);
 

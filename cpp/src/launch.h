@@ -55,5 +55,6 @@ inline cudaError_t loadKernels(std::initializer_list<void const*> kernels) {
 
 cudaError_t loadPublishKernels();
 cudaError_t loadBoundaryKernels();
+cudaError_t loadCoefficientsKernels();
 
 }  // namespace mhc
