@@ -40,7 +40,7 @@ _ALLOWED_DISTANCES = 3.0
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The command's options; None for `inputs`, `atol` and `rtol` leaves the choice to the command."""
+    """The command's options; None for `inputs`, `coefficients`, `atol` and `rtol` leaves the choice to the command."""
 
     tp: int = 2
     layers: int = 40
@@ -49,6 +49,7 @@ class VerifyOptions:
     sublayers: str = "matmul"
     seed: int = 0
     all_reduce: str = "plugin"
+    coefficients: str | None = None
     atol: float | None = None
     rtol: float | None = None
     stat: str = "elemwise"
@@ -76,7 +77,6 @@ def run(options: VerifyOptions, json_path: Path | None, console: Console) -> int
         return _unusable(
             console, f"{error}. verify needs TensorRT's Python package and Polygraphy (pip install polygraphy)"
         )
-    from trtllm_mhc.runtime.build import EngineError
 
     findings = Findings(environment(tensorrt.__version__, options.commit))
     steps = Steps(console)
@@ -87,7 +87,8 @@ def run(options: VerifyOptions, json_path: Path | None, console: Console) -> int
             from trtllm_mhc.cli.verify_engines import verify_engines
 
             verify_engines(options, findings, steps)
-    except (EngineError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
+        # EngineError, MailboxError, and what TensorRT lacks: each says what it is about.
         return _unusable(console, str(error))
     findings.record["seconds"] = steps.seconds
     if json_path is not None:
@@ -143,6 +144,7 @@ def verify_stack(jobs: StackJobs, options: VerifyOptions, findings: Findings, st
             f"--all-reduce {jobs.all_reduce}: running it needs an NCCL communicator, which this version does not make; "
             "the network can be evaluated on a machine without a GPU"
         )
+    jobs.coefficients = options.coefficients or ("plugin" if no_engines is None else "native")  # type: ignore[assignment]
     maker = NetworkMaker()
     with steps.step("define the network and fuse its boundaries"):
         maker.make(jobs.fused(), 0)
@@ -159,6 +161,7 @@ def verify_stack(jobs: StackJobs, options: VerifyOptions, findings: Findings, st
         "sublayers": jobs.sublayers,
         "seed": options.seed,
         "all_reduce": jobs.all_reduce,
+        "coefficients": jobs.coefficients,
     }
     inputs = stack_checks.generate_inputs(count, options.rows, jobs.config.hidden_size, options.seed)
     if no_engines is not None:

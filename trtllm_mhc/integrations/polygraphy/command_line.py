@@ -45,6 +45,7 @@ def load_stack() -> tuple[trt.Builder, trt.INetworkDefinition]:
         CommunicatorSpec(settings.tp, all_reduce=settings.all_reduce),  # type: ignore[arg-type]
         rank=settings.rank,
         sublayers=settings.sublayers,  # type: ignore[arg-type]
+        coefficients=settings.coefficients,  # type: ignore[arg-type]
     )
     if settings.io == "float32":
         float32_io(network)

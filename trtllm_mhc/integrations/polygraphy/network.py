@@ -41,10 +41,6 @@ def _widen_input(network: Any, old: Any) -> None:
     narrow = ops.cast(network, network.add_input(name, trt.float32, shape), trt.bfloat16)
     for layer, slot in users:
         layer.set_input(slot, narrow)
-    if old.is_network_output:
-        network.unmark_output(old)
-        narrow.name = f"{name}/copy"
-        network.mark_output(narrow)
     network.remove_tensor(old)
 
 

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "MHC_STACK_"
-_CHOICES = {"sublayers": ("matmul", "none"), "all_reduce": ("plugin", "dist_collective"), "io": ("bfloat16", "float32")}
+_CHOICES = {
+    "sublayers": ("matmul", "none"),
+    "all_reduce": ("plugin", "dist_collective"),
+    "coefficients": ("plugin", "native"),
+    "io": ("bfloat16", "float32"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Settings:
         seed: of weights and inputs.
         sublayers: "matmul" or "none", what stands between the boundaries.
         all_reduce: "plugin" or "dist_collective", the layer of the unfused all-reduce.
+        coefficients: "plugin" or "native" (slow to build), how the mixes are computed.
         io: "bfloat16": inputs and outputs as the model has them, for which Polygraphy needs torch's tensors;
             "float32": cast at the network's edge, which loses nothing. Default: bfloat16 where torch is installed.
     """
@@ -41,6 +47,7 @@ class Settings:
     seed: int = 0
     sublayers: str = "matmul"
     all_reduce: str = "plugin"
+    coefficients: str = "plugin"
     io: str = "float32"
 
     @classmethod
