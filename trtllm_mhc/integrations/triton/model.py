@@ -28,9 +28,7 @@ from trtllm_mhc.integrations.triton.tensors import TensorSpec, numpy_dtype
 
 CANARY_FILE = "canary.npz"
 
-# How long the stub of a broken group goes on, so that the answer that says why leaves it.
-_LINGER_S = 1.0
-# How long it may take to end after `finalize`, with threads that hang in the driver.
+# How long the process may take to end after `finalize`, with threads that hang in the driver.
 _EXIT_S = 5.0
 
 
@@ -61,10 +59,16 @@ class TritonPythonModel:
         begin = time.monotonic()
         return [self._answer(request, begin) for request in requests]
 
+    def is_ready(self) -> bool:
+        """Whether the group still answers. Servers from 2026 on ask; with older ones only a request tells."""
+        return self._runner.broken is None
+
     def finalize(self) -> None:
         """Frees the group. Called when the model is unloaded, after the last request."""
-        # A thread that hangs in the driver would keep the process, and with it the unloading.
-        _end_process(_EXIT_S)
+        # A thread that hangs in the driver must not keep the process, and with it the unloading.
+        exit_timer = threading.Timer(_EXIT_S, os._exit, [1])
+        exit_timer.daemon = True
+        exit_timer.start()
         if self._runner.broken is None:
             self._runner.close()
 
@@ -84,8 +88,9 @@ class TritonPythonModel:
         except DeadlineError as failure:
             return self._failure(str(failure), error.UNAVAILABLE)
         except GroupBrokenError as failure:
-            _log(f"{failure}\nThis process ends. Unload the model and load it again.")
-            _end_process(_LINGER_S)
+            # The process stays, so that later requests are told as well. Requests to a dead one would keep servers like
+            # 2.51 from ever unloading the model.
+            _log(str(failure))
             return self._failure(str(failure), error.UNAVAILABLE)
         except Exception as failure:
             _log(describe(failure))
@@ -114,10 +119,3 @@ def _spec(tensor: dict[str, Any]) -> TensorSpec:
 def _log(text: str) -> None:
     """Into the server's log: the stub's standard error."""
     print(f"trtllm_mhc: {text}", file=sys.stderr, flush=True)
-
-
-def _end_process(after_s: float) -> None:
-    """Ends the stub without running anything more: a GPU that hangs would hold up the ordinary way out."""
-    timer = threading.Timer(after_s, os._exit, [1])
-    timer.daemon = True
-    timer.start()

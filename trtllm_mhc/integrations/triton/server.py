@@ -25,6 +25,8 @@ HOST = "127.0.0.1"
 ENVIRONMENT = "TRTLLM_MHC_TRITON"
 _STUB = "triton_python_backend_stub"
 _LOG_TAIL = 4000
+# Servers like 2.51 wait that long, in vain, for models whose dead process has been sent requests.
+_EXIT_S = 5
 
 
 class ServerError(RuntimeError):
@@ -123,6 +125,7 @@ class TritonServer:
             options=[
                 f"--backend-directory={self._backends(installation, python)}",
                 f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+                f"--exit-timeout-secs={_EXIT_S}",
                 *options,
             ],
         )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +20,7 @@ Array = npt.NDArray[Any]
 ROOT = Path(__file__).resolve().parents[4]
 MODEL = "boundary"
 TP = 2
-DEADLINE_S = 6.0
+DEADLINE_S = 5.0
 
 
 @pytest.fixture(scope="session")
@@ -33,15 +32,15 @@ def installation() -> servers.Installation:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
-def python_path(trt: ModuleType) -> list[Path]:
-    """What the model imports from, which the backend does not take from PYTHONPATH."""
-    return [ROOT, Path(__file__).parent, Path(trt.__file__).resolve().parents[1]]
-
-
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory, builder: Any, python_path: list[Path]) -> Path:
-    """Holds one model. `builder` is asked for because a TensorRT that makes none makes no networks in the stub either."""
+def repository(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Holds one model."""
+    # Asked for here and not as arguments, which would mark the tests `tensorrt`, to be repeated under each version: what
+    # they are about is the server. A TensorRT that makes no Builder makes no networks in the server's process either.
+    request.getfixturevalue("builder")
+    tensorrt = Path(request.getfixturevalue("trt").__file__)
+    # What the model imports from; the backend does not take it from PYTHONPATH.
+    python_path = [ROOT, Path(__file__).parent, tensorrt.resolve().parents[1]]
     from served_boundary import ranges
 
     from trtllm_mhc.integrations.triton.repository import write_python_model
@@ -51,9 +50,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, builder: Any, python_pa
     folder = tmp_path_factory.mktemp("repository")
     known = ranges()
     inputs = [
-        TensorSpec(
-            name, r.dtype, tuple(a if a == b else -1 for a, b in zip(r.smallest, r.largest, strict=True))
-        )
+        TensorSpec(name, r.dtype, tuple(a if a == b else -1 for a, b in zip(r.smallest, r.largest, strict=True)))
         for name, r in known.items()
     ]
     outputs = [
