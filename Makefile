@@ -8,7 +8,7 @@
 # DEMO="--tp 4"        options of `trtllm-mhc demo`                     TESTS=path       tests to run instead of all
 SHELL := /bin/bash
 .DEFAULT_GOAL := build
-.PHONY: build test gpu-test demo lint clean venv tensorrt cpp-test python-test
+.PHONY: build test gpu-test demo lint clean venv tensorrt triton cpp-test python-test
 
 PYTHON ?= python3
 # A virtual environment that is active and has TensorRT is used as it is; otherwise one is made here.
@@ -43,9 +43,13 @@ build: venv
 tensorrt: venv
 	@set -e; for version in $(filter-out installed,$(VERSIONS)); do scripts/fetch_tensorrt.sh $$version .trt/$$version $(PY); done
 
+# A tritonserver for tests/unit/integrations/triton.
+triton: venv
+	scripts/fetch_triton.sh .triton $(PY)
+
 # Downloads wait for the network and the compiler for the processor, so they run beside each other.
 test: venv
-	$(MAKE) --no-print-directory -j2 build tensorrt VERSIONS="$(TENSORRTS)"
+	$(MAKE) --no-print-directory -j2 build tensorrt triton VERSIONS="$(TENSORRTS)"
 	$(MAKE) --no-print-directory cpp-test
 	$(MAKE) --no-print-directory python-test
 

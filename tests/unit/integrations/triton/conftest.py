@@ -35,8 +35,8 @@ def installation() -> servers.Installation:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Holds one model."""
-    # Asked for here and not as arguments, which would mark the tests `tensorrt`, to be repeated under each version: what
-    # they are about is the server. A TensorRT that makes no Builder makes no networks in the server's process either.
+    # Asked for here and not as arguments, which would mark the tests `tensorrt`, to be repeated under each version:
+    # they are about the server. A TensorRT that makes no Builder makes no networks in the server's process either.
     request.getfixturevalue("builder")
     tensorrt = Path(request.getfixturevalue("trt").__file__)
     # What the model imports from; the backend does not take it from PYTHONPATH.
