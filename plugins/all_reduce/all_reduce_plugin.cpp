@@ -31,7 +31,7 @@ Signature allReduceSignature() {
 }  // namespace
 
 AllReducePlugin::AllReducePlugin(GroupAttributes group, std::string strategy, nvinfer1::TensorRTPhase phase)
-    : PluginBase(kName, allReduceSignature(), std::move(group), "strategy=" + strategy, phase),
+    : GroupPlugin(kName, allReduceSignature(), std::move(group), "strategy=" + strategy, phase),
       strategy_(std::move(strategy)) {
     if (strategy_ == "nccl") {
         throw PluginError(
@@ -46,7 +46,7 @@ std::unique_ptr<PluginBase> AllReducePlugin::copy() const {
     return std::make_unique<AllReducePlugin>(*this);
 }
 
-void AllReducePlugin::serialize(FieldList& fields) const {
+void AllReducePlugin::serializeOwn(FieldList& fields) const {
     fields.add("strategy", strategy_);
 }
 

@@ -8,11 +8,11 @@
 #include <memory>
 #include <string>
 
-#include "common/plugin_base.h"
+#include "common/group_plugin.h"
 
 namespace trtllm_mhc {
 
-class AllReducePlugin final : public PluginBase {
+class AllReducePlugin final : public GroupPlugin {
 public:
     static constexpr char kName[] = "MhcAllReduce";
 
@@ -20,7 +20,7 @@ public:
 
 protected:
     std::unique_ptr<PluginBase> copy() const override;
-    void serialize(FieldList& fields) const override;
+    void serializeOwn(FieldList& fields) const override;
     void launchLocal(Call const& call) const override;
     void launchGroup(Call const& call, mhcComm_t comm, int32_t lane) const override;
 

@@ -88,14 +88,14 @@ BoundaryAttributes::BoundaryAttributes(FieldValues const& values)
 
 BoundaryPlugin::BoundaryPlugin(
     GroupAttributes group, BoundaryAttributes const& attributes, nvinfer1::TensorRTPhase phase)
-    : PluginBase(kName, boundarySignature(attributes), std::move(group), attributesText(attributes), phase),
+    : GroupPlugin(kName, boundarySignature(attributes), std::move(group), attributesText(attributes), phase),
       attributes_(attributes) {}
 
 std::unique_ptr<PluginBase> BoundaryPlugin::copy() const {
     return std::make_unique<BoundaryPlugin>(*this);
 }
 
-void BoundaryPlugin::serialize(FieldList& fields) const {
+void BoundaryPlugin::serializeOwn(FieldList& fields) const {
     fields.add("hc_mult", attributes_.hcMult);
     fields.add("collapse", attributes_.collapse);
     fields.add("published", attributes_.published);

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "common/plugin_base.h"
+#include "common/group_plugin.h"
 
 namespace trtllm_mhc {
 
@@ -21,7 +21,7 @@ struct BoundaryAttributes {
     explicit BoundaryAttributes(FieldValues const& values);  // throws PluginError
 };
 
-class BoundaryPlugin final : public PluginBase {
+class BoundaryPlugin final : public GroupPlugin {
 public:
     static constexpr char kName[] = "MhcBoundary";
 
@@ -29,7 +29,7 @@ public:
 
 protected:
     std::unique_ptr<PluginBase> copy() const override;
-    void serialize(FieldList& fields) const override;
+    void serializeOwn(FieldList& fields) const override;
     void launchLocal(Call const& call) const override;
     void launchGroup(Call const& call, mhcComm_t comm, int32_t lane) const override;
 

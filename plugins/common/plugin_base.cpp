@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/errors.h"
+#include "mhc/mhc.h"
 
 namespace trtllm_mhc {
 namespace {
@@ -37,6 +38,9 @@ IDimensionExpr const* inputExpression(std::vector<TensorSpec> const& specs, Dims
 
 IDimensionExpr const* outputExpression(
     std::vector<TensorSpec> const& specs, DimsExprs const* inputs, Axis axis, IExprBuilder& builder) {
+    if (axis == Axis::kStreams) {
+        return builder.constant(MHC_STREAMS);
+    }
     if (axis != Axis::kScaleWords) {
         return inputExpression(specs, inputs, axis);
     }
@@ -51,16 +55,10 @@ IDimensionExpr const* outputExpression(
 
 }  // namespace
 
-PluginBase::PluginBase(
-    char const* name, Signature signature, GroupAttributes group, std::string const& attributesText,
-    nvinfer1::TensorRTPhase phase)
+PluginBase::PluginBase(char const* name, Signature signature, std::string const& timingText)
     : name_(name),
       signature_(std::move(signature)),
-      group_(std::move(group)),
-      timingCacheId_(
-          std::string(name) + " " + kPluginVersion + " tp_size=" + std::to_string(group_.tpSize) + " " +
-          attributesText),
-      phase_(phase) {}
+      timingCacheId_(std::string(name) + " " + kPluginVersion + " " + timingText) {}
 
 nvinfer1::IPluginCapability* PluginBase::getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept {
     switch (type) {
@@ -147,6 +145,22 @@ int32_t PluginBase::configurePlugin(
     }));
 }
 
+size_t PluginBase::getWorkspaceSize(
+    DynamicPluginTensorDesc const* inputs, int32_t nbInputs, DynamicPluginTensorDesc const* /*outputs*/,
+    int32_t nbOutputs) const noexcept {
+    size_t bytes = 0;
+    guarded(name_, [&] {
+        signature_.checkCounts(nbInputs, nbOutputs);
+        Extents extents;
+        for (int32_t i = 0; i < nbInputs; ++i) {
+            signature_.checkInputShape(i, Shape(inputs[i].max), extents);
+        }
+        Signature::requireKnown(extents);
+        bytes = workspaceBytes(extents);
+    });
+    return bytes;
+}
+
 int32_t PluginBase::onShapeChange(
     PluginTensorDesc const* in, int32_t nbInputs, PluginTensorDesc const* out, int32_t nbOutputs) noexcept {
     return status(guarded(name_, [&] {
@@ -157,26 +171,16 @@ int32_t PluginBase::onShapeChange(
 
 int32_t PluginBase::enqueue(
     PluginTensorDesc const* inputDesc, PluginTensorDesc const* outputDesc, void const* const* inputs,
-    void* const* outputs, void* /*workspace*/, cudaStream_t stream) noexcept {
-    return status(guarded(name_, [&] {
-        Call const call{checkCall(inputDesc, outputDesc), inputs, outputs, stream};
-        if (!mayCommunicate()) {
-            launchLocal(call);
-            return;
-        }
-        binding_.tryBind(group_);
-        binding_.require(group_, call.extents.hidden);
-        launchGroup(call, binding_.comm(), binding_.lane());
-    }));
+    void* const* outputs, void* workspace, cudaStream_t stream) noexcept {
+    return status(
+        guarded(name_, [&] { launch({checkCall(inputDesc, outputDesc), inputs, outputs, workspace, stream}); }));
 }
 
 nvinfer1::IPluginV3* PluginBase::attachToContext(nvinfer1::IPluginResourceContext* /*context*/) noexcept {
     std::unique_ptr<PluginBase> attached;
     guarded(name_, [&] {
         std::unique_ptr<PluginBase> copied = copy();
-        if (copied->phase_ == nvinfer1::TensorRTPhase::kRUNTIME && copied->group_.tpSize > 1) {
-            copied->binding_.tryBind(copied->group_);
-        }
+        copied->attach();
         attached = std::move(copied);
     });
     return attached.release();
@@ -186,7 +190,6 @@ nvinfer1::PluginFieldCollection const* PluginBase::getFieldsToSerialize() noexce
     bool const ok = guarded(name_, [&] {
         fields_.clear();
         fields_.add("format", kFieldFormat);
-        group_.serialize(fields_);
         serialize(fields_);
     });
     return ok ? fields_.collection() : nullptr;
@@ -210,9 +213,11 @@ Extents PluginBase::checkCall(PluginTensorDesc const* in, PluginTensorDesc const
     return extents;
 }
 
-bool PluginBase::mayCommunicate() const {
-    return phase_ == nvinfer1::TensorRTPhase::kRUNTIME && group_.tpSize > 1 && !warmupMode();
+size_t PluginBase::workspaceBytes(Extents const& /*extents*/) const {
+    return 0;
 }
+
+void PluginBase::attach() {}
 
 CreatorBase::CreatorBase(char const* name, std::vector<FieldSpec> specs) : name_(name), specs_(std::move(specs)) {
     for (FieldSpec const& spec : specs_) {

@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What all plugins share: TensorRT's interfaces filled from a table of tensors, the phase gate, and the binding of a
-// communicator to an execution context. A plugin adds its attributes and its launch.
-//
-// The gate. An object communicates only if it descends from createPlugin(kRUNTIME), its group has more than one rank
-// and a communicator is bound. Objects of the build phase, which TensorRT may time, compute this rank's contribution
-// alone. A runtime object without a communicator is an error, never silently local; mhcPluginSetWarmup() closes the
-// gate on purpose.
+// What all plugins share: TensorRT's interfaces filled from a table of tensors. A plugin adds its attributes and its
+// launch; one that communicates is a GroupPlugin.
 #ifndef TRTLLM_MHC_PLUGINS_COMMON_PLUGIN_BASE_H
 #define TRTLLM_MHC_PLUGINS_COMMON_PLUGIN_BASE_H
 
@@ -16,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "common/communication.h"
 #include "common/fields.h"
 #include "common/tensors.h"
 
@@ -30,6 +24,7 @@ struct Call {
     Extents extents;
     void const* const* inputs;
     void* const* outputs;
+    void* workspace;
     cudaStream_t stream;
 };
 
@@ -59,6 +54,9 @@ public:
     int32_t configurePlugin(
         nvinfer1::DynamicPluginTensorDesc const* in, int32_t nbInputs, nvinfer1::DynamicPluginTensorDesc const* out,
         int32_t nbOutputs) noexcept final;
+    size_t getWorkspaceSize(
+        nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t nbInputs,
+        nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t nbOutputs) const noexcept final;
     char const* getTimingCacheID() noexcept final { return timingCacheId_.c_str(); }
     // All attributes: the engine inspector shows them, and Python can read those of a layer in no other way.
     char const* getMetadataString() noexcept final;
@@ -73,30 +71,25 @@ public:
     nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept final;
 
 protected:
-    // `attributesText` names every attribute that may change the choice of a kernel, and nothing of a rank.
-    PluginBase(
-        char const* name, Signature signature, GroupAttributes group, std::string const& attributesText,
-        nvinfer1::TensorRTPhase phase);
+    // `timingText` names every attribute that may change the choice of a kernel, and nothing of a rank.
+    PluginBase(char const* name, Signature signature, std::string const& timingText);
     PluginBase(PluginBase const&) = default;
-
-    GroupAttributes const& group() const { return group_; }
 
     virtual std::unique_ptr<PluginBase> copy() const = 0;
     virtual void serialize(FieldList& fields) const = 0;
-    // Throw PluginError on failure.
-    virtual void launchLocal(Call const& call) const = 0;
-    virtual void launchGroup(Call const& call, mhcComm_t comm, int32_t lane) const = 0;
+    // Bytes that a launch with these extents may use; must not fall when the rows grow. Throws PluginError.
+    virtual size_t workspaceBytes(Extents const& extents) const;
+    // Called once on the object of an execution context.
+    virtual void attach();
+    // Throws PluginError on failure.
+    virtual void launch(Call const& call) = 0;
 
 private:
     Extents checkCall(nvinfer1::PluginTensorDesc const* in, nvinfer1::PluginTensorDesc const* out) const;
-    bool mayCommunicate() const;
 
     char const* name_;
     Signature signature_;
-    GroupAttributes group_;
     std::string timingCacheId_;
-    nvinfer1::TensorRTPhase phase_;
-    CommunicatorBinding binding_;
     FieldList fields_;
     std::string metadata_;
 };

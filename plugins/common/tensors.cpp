@@ -14,6 +14,8 @@ using nvinfer1::DataType;
 
 constexpr std::array<int64_t, 3> kHiddenSizes{4096, 5120, 7168};
 constexpr char kHiddenSizesText[] = "4096, 5120 or 7168";
+constexpr int64_t kCoefficientCount = (2 + MHC_STREAMS) * MHC_STREAMS;
+constexpr int64_t kMixCount = 3;
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
 std::string tensorName(char const* kind, size_t index, TensorSpec const& spec) {
@@ -38,6 +40,12 @@ std::string axisText(Axis axis, Extents const& extents, int32_t topK) {
             return extentText("P", extents.permutedRows);
         case Axis::kScaleWords:
             return "128*ceil(M/128)*ceil(H/128)";
+        case Axis::kStreamHidden:
+            return extents.hidden == kUnknownExtent ? "hc*H" : extentText("hc*H", MHC_STREAMS * extents.hidden);
+        case Axis::kCoefficients:
+            return std::to_string(kCoefficientCount);
+        case Axis::kMixes:
+            return std::to_string(kMixCount);
     }
     return "?";
 }
@@ -82,6 +90,12 @@ bool matches(Axis axis, int64_t extent, Extents& extents, int32_t topK) {
             return agree(extents.permutedRows, extent);
         case Axis::kScaleWords:
             return !known || extents.rows == kUnknownExtent || extent == scaleWords(extents.rows, extents.hidden);
+        case Axis::kStreamHidden:
+            return extent == MHC_STREAMS * extents.hidden;
+        case Axis::kCoefficients:
+            return extent == kCoefficientCount;
+        case Axis::kMixes:
+            return extent == kMixCount;
     }
     return false;
 }

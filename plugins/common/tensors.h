@@ -21,7 +21,10 @@ enum class Axis : int32_t {
     kHidden,        // H: 4096, 5120 or 7168, never dynamic
     kTopK,          // K
     kPermutedRows,  // P, rows of gemm2_permuted
-    kScaleWords     // int32 words of the swizzled MXFP8 scales of [M,H]
+    kScaleWords,    // int32 words of the swizzled MXFP8 scales of [M,H]
+    kStreamHidden,  // hc*H: all streams of a token
+    kCoefficients,  // (2+hc)*hc = 24: pre, post and comb of a token
+    kMixes          // 3: pre, post and comb
 };
 
 struct TensorSpec {

@@ -266,7 +266,7 @@ def test_demo_holds_on_a_small_stack(trt: Any, tmp_path: Path) -> None:
     assert code == 0, console.export_text()
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["boundaries_bit_equal_to_reference"] == record["boundaries_found"] == 4
-    assert record["engine_plugins"]["fused"] == {"MhcBoundary": 4}
+    assert record["engine_plugins"]["fused"] == {"MhcBoundary": 4, "MhcCoefficients": 4}
     assert record["ranks_equal"] is True
     assert record["unfused_agreement"] == 1
     assert record["fused_us"] > 0

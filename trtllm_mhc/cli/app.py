@@ -34,6 +34,13 @@ class SublayerKind(StrEnum):
     none = "none"
 
 
+class CoefficientsKind(StrEnum):
+    """How a sublayer's mixes are computed: by a hundred layers of TensorRT's own, or by one of this project's."""
+
+    native = "native"
+    plugin = "plugin"
+
+
 class BenchMode(StrEnum):
     """Where the ranks of a measurement are."""
 
@@ -97,6 +104,10 @@ def demo(
     sublayers: Annotated[
         SublayerKind, typer.Option(help="Stand-ins for attention and MoE: real matrices, or elementwise layers only.")
     ] = SublayerKind.matmul,
+    coefficients: Annotated[
+        CoefficientsKind | None,
+        typer.Option(help="The mixes: TensorRT's own layers, or one. Default: plugin with engines, else native."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the record of the run here.", dir_okay=False)
@@ -122,6 +133,7 @@ def demo(
         inputs=inputs,
         sublayers=sublayers.value,
         seed=seed,
+        coefficients=None if coefficients is None else coefficients.value,
         commit=commit,
         timing_cache=timing_cache,
     )
@@ -141,6 +153,9 @@ def build(
     sublayers: Annotated[
         SublayerKind, typer.Option(help="Stand-ins for attention and MoE: real matrices, or elementwise layers only.")
     ] = SublayerKind.matmul,
+    coefficients: Annotated[
+        CoefficientsKind, typer.Option(help="The mixes: TensorRT's own layers, which build slowly, or one.")
+    ] = CoefficientsKind.plugin,
     max_rows: Annotated[int, typer.Option(min=1, help="Most tokens of a step (M).")] = 64,
     opt_rows: Annotated[int, typer.Option(min=1, help="Tokens that the engines are tuned for.")] = 8,
     fuse: Annotated[bool, typer.Option(help="Fuse the boundaries.")] = True,
@@ -166,6 +181,7 @@ def build(
         layers=layers,
         seed=seed,
         sublayers=sublayers.value,
+        coefficients=coefficients.value,
         max_rows=max_rows,
         opt_rows=opt_rows,
         fuse=fuse,
@@ -216,6 +232,10 @@ def verify(
     all_reduce: Annotated[
         AllReduceKind, typer.Option(help="The unfused all-reduce: this project's, or TensorRT's own layer.")
     ] = AllReduceKind.plugin,
+    coefficients: Annotated[
+        CoefficientsKind | None,
+        typer.Option(help="The mixes: TensorRT's own layers, or one. Default: plugin with engines, else native."),
+    ] = None,
     unfused: Annotated[
         Path | None,
         typer.Option(help="Engines instead of built ones: a folder with rank0.engine, ..., or one file for all ranks."),
@@ -261,6 +281,7 @@ def verify(
         sublayers=sublayers.value,
         seed=seed,
         all_reduce=all_reduce.value,
+        coefficients=None if coefficients is None else coefficients.value,
         atol=atol,
         rtol=rtol,
         stat=check_error_stat,

@@ -30,6 +30,7 @@ class BuildOptions:
     layers: int = 40
     seed: int = 0
     sublayers: str = "matmul"
+    coefficients: str = "plugin"
     max_rows: int = 64
     opt_rows: int = 8
     fuse: bool = True
@@ -129,6 +130,7 @@ class _Stack:
             CommunicatorSpec(self._tp_size),
             rank=rank,
             sublayers=self._options.sublayers,  # type: ignore[arg-type]
+            coefficients=self._options.coefficients,  # type: ignore[arg-type]
         )
         if not self._options.fuse:
             return
@@ -159,5 +161,6 @@ def _description(options: BuildOptions, config: DeepseekV41Config, tp_size: int,
         "checkpoint": None if options.checkpoint is None else str(options.checkpoint),
         "seed": options.seed if options.checkpoint is None else None,
         "sublayers": options.sublayers,
+        "coefficients": options.coefficients,
         "pretrained_config": checkpoint.pretrained_config(config, tp_size),
     }

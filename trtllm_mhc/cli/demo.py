@@ -46,6 +46,7 @@ class DemoOptions:
     inputs: int | None
     sublayers: str
     seed: int
+    coefficients: str | None = None  # None: "plugin" with engines, "native" in the interpreter
     commit: str | None = None
     timing_cache: Path | None = None
 
@@ -95,7 +96,16 @@ def _run(options: DemoOptions, findings: Findings, steps: Steps, tensorrt_versio
             no_engines = build.why_no_engines()
     findings.record |= _environment(options, tensorrt_version)
 
-    jobs = StackJobs(config, ModelWeights(config, options.seed), options.tp, options.sublayers)  # type: ignore[arg-type]
+    # Native coefficients are a hundred layers for every sublayer, whose engine TensorRT takes too long to build.
+    coefficients = options.coefficients or ("plugin" if no_engines is None else "native")
+    findings.record["coefficients"] = coefficients
+    jobs = StackJobs(
+        config,
+        ModelWeights(config, options.seed),
+        options.tp,
+        options.sublayers,  # type: ignore[arg-type]
+        coefficients=coefficients,  # type: ignore[arg-type]
+    )
     maker = NetworkMaker()
     with steps.step("define the network and fuse its boundaries"):
         maker.make(jobs.fused(), 0)
@@ -157,7 +167,7 @@ def _run_engines(
     hidden = jobs.config.hidden_size
     with communicators(group, "demo", hidden_size=hidden, capacity=max(options.rows, 64), lanes=lanes) as comms:
         with open_engines(plans, [UNFUSED, FUSED], comms, group) as (unfused, fused):
-            _note_layers(unfused, fused, jobs.config.boundaries, findings)
+            _note_layers(unfused, fused, jobs, findings)
             with steps.step(f"run both engines on {len(inputs)} inputs"):
                 outputs = {
                     name: [engines.run([{INPUT: x}] * options.tp) for x in inputs]
@@ -213,20 +223,18 @@ def _time(unfused: EngineGroup, fused: EngineGroup, outputs: Mapping[str, list[A
         findings.record[f"{name}_us_p10_p90"] = [round(quantiles[0], 2), round(quantiles[-1], 2)]
 
 
-def _note_layers(unfused: EngineGroup, fused: EngineGroup, boundaries: int, findings: Findings) -> None:
+def _note_layers(unfused: EngineGroup, fused: EngineGroup, jobs: StackJobs, findings: Findings) -> None:
     from trtllm_mhc.runtime.inspection import count_plugins
 
     inside = {"unfused": count_plugins(unfused.layers), "fused": count_plugins(fused.layers)}
     findings.record["engine_plugins"] = inside
     findings.record["engine_layers"] = {"unfused": len(unfused.layers), "fused": len(fused.layers)}
-    findings.require(
-        inside["fused"] == {"MhcBoundary": boundaries},
-        f"expected {boundaries} MhcBoundary layers and no all-reduce in the fused engine, got {inside['fused']}",
-    )
-    findings.require(
-        inside["unfused"] == {"MhcAllReduce": boundaries},
-        f"expected {boundaries} MhcAllReduce layers in the unfused engine, got {inside['unfused']}",
-    )
+    both = {"MhcCoefficients": 2 * jobs.config.num_hidden_layers} if jobs.coefficients == "plugin" else {}
+    for form, plugin in (("fused", "MhcBoundary"), ("unfused", "MhcAllReduce")):
+        expected = {plugin: jobs.config.boundaries} | both
+        findings.require(
+            inside[form] == expected, f"expected plugins {expected} in the {form} engine, got {inside[form]}"
+        )
 
 
 # ---- without a GPU --------------------------------------------------------------------------------------------------

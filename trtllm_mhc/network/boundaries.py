@@ -9,12 +9,16 @@ into the residual streams (post) and collapses and normalises the streams into t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import tensorrt as trt
 
 from trtllm_mhc.network import functional
 from trtllm_mhc.network.functional import Array
+
+Coefficients = Literal["native", "plugin"]
+"""How the mixes are computed: by TensorRT's own layers, or by ``MhcCoefficients``. TensorRT takes minutes to build the
+some hundred small layers of a native one, and there is one for every sublayer."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,24 @@ class Boundaries:
     The loop: ``first`` once, then for each sublayer run it on the layer input, set ``state.pending`` to its partial
     output, and call ``sublayer``; where something needs the streams themselves (an injection, the final collapse)
     call ``post_only`` instead, and ``pre`` to go on.
+
+    Args:
+        network: strongly typed.
+        spec: the ranks to sum over.
+        coefficients: ``"native"`` or ``"plugin"``, how the mixes are computed.
+
+    Raises:
+        ValueError: ``coefficients`` is something else.
     """
 
-    def __init__(self, network: trt.INetworkDefinition, spec: CommunicatorSpec) -> None:
+    def __init__(
+        self, network: trt.INetworkDefinition, spec: CommunicatorSpec, *, coefficients: Coefficients = "native"
+    ) -> None:
+        if coefficients not in get_args(Coefficients):
+            raise ValueError(f"Boundaries: coefficients: expected 'native' or 'plugin', got {coefficients!r}")
         self.network = network
         self.spec = spec
+        self.coefficients = coefficients
 
     def first(self, layer: LayerWeights, x: trt.ITensor, step: Step) -> tuple[BoundaryState, trt.ITensor]:
         """The first layer's attention entry: the embedding ``x`` [M, H] bf16 on every stream, no reduction.
@@ -216,18 +233,36 @@ class Boundaries:
             assert layer.hc_attn_fn_broadcast is not None
             fn = layer.hc_attn_fn_broadcast
         layer_input = functional.mhc_pre_delayed(self.network, residual, pre, gamma, layer.norm_eps)
-        post, comb, next_pre = functional.mhc_coefficients(
+        streams = residual if broadcast is None else broadcast
+        post, comb, next_pre = self._mixes(layer, streams, fn, scale, base)
+        return BoundaryState(residual, post, comb, next_pre), layer_input
+
+    def _mixes(
+        self, layer: LayerWeights, streams: trt.ITensor, fn: Array, scale: Array, base: Array
+    ) -> tuple[trt.ITensor, trt.ITensor, trt.ITensor]:
+        if self.coefficients == "native":
+            return functional.mhc_coefficients(
+                self.network,
+                streams,
+                fn,
+                scale,
+                base,
+                rms_norm_eps=layer.rms_norm_eps,
+                hc_eps=layer.hc_eps,
+                post_alpha=layer.hc_post_alpha,
+                sinkhorn_iters=layer.hc_sinkhorn_iters,
+            )
+        from trtllm_mhc.network import plugins  # needs the plugin library, which native coefficients do not
+
+        return plugins.add_coefficients(
             self.network,
-            residual if broadcast is None else broadcast,
-            fn,
-            scale,
-            base,
+            streams,
+            *(functional.constant(self.network, array) for array in (fn, scale, base)),
             rms_norm_eps=layer.rms_norm_eps,
             hc_eps=layer.hc_eps,
             post_alpha=layer.hc_post_alpha,
             sinkhorn_iters=layer.hc_sinkhorn_iters,
         )
-        return BoundaryState(residual, post, comb, next_pre), layer_input
 
     def _reduce(self, state: BoundaryState, step: Step) -> trt.ITensor:
         if state.pending is None:

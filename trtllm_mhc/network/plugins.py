@@ -20,8 +20,10 @@ from trtllm_mhc.plugin_control import PluginError, take_error
 
 BOUNDARY = "MhcBoundary"
 ALL_REDUCE = "MhcAllReduce"
+COEFFICIENTS = "MhcCoefficients"
 
 HC_MULT = 4
+COEFFICIENT_COUNT = (2 + HC_MULT) * HC_MULT
 HIDDEN_SIZES = (4096, 5120, 7168)
 TP_SIZES = (1, 2, 4, 8)
 STRATEGIES = ("oneshot",)
@@ -33,7 +35,9 @@ _Inputs = dict[str, tuple[Any, Any, tuple[str | int, ...]]]
 _DEFAULTS: dict[str, dict[str, Any]] = {
     BOUNDARY: {"rank": -1, "group": (), "norm_eps": None},
     ALL_REDUCE: {"rank": -1, "group": ()},
+    COEFFICIENTS: {},
 }
+_REALS = ("norm_eps", "rms_norm_eps", "hc_eps", "post_alpha")
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ def add_boundary_layer(
         )
     collapse = pre is not None
     if collapse:
-        attributes["norm_eps"] = _norm_eps(norm_eps)
+        attributes["norm_eps"] = _epsilon(BOUNDARY, "norm_eps", norm_eps)
         inputs |= {"pre": (pre, trt.float32, ("M", HC_MULT)), "gamma": (gamma, trt.bfloat16, ("H",))}
     elif quantize:
         raise ValueError(f"{BOUNDARY}: quantize: expected False if residual-only (there is no layer input), got True")
@@ -218,11 +222,71 @@ def add_all_reduce(
     return _add(network, ALL_REDUCE, attributes, [x])[0]
 
 
+def add_coefficients(
+    network: trt.INetworkDefinition,
+    streams: trt.ITensor,
+    fn: trt.ITensor,
+    scale: trt.ITensor,
+    base: trt.ITensor,
+    *,
+    rms_norm_eps: float,
+    hc_eps: float,
+    post_alpha: float,
+    sinkhorn_iters: int,
+) -> tuple[trt.ITensor, trt.ITensor, trt.ITensor]:
+    """Add a ``MhcCoefficients``: the mixes that a sublayer computes from its entry streams, in one layer.
+
+    It computes what :func:`trtllm_mhc.network.functional.mhc_coefficients` computes with native layers, in float32 but
+    with another order of the sums, and communicates with nobody.
+
+    Args:
+        network: a strongly typed network.
+        streams: [M, 4, H] bf16; or [M, H] bf16 where all streams are equal, as at the first layer. M may be dynamic, H
+            is 4096, 5120 or 7168.
+        fn: [24, 4 * H] f32, rows in the order pre, post, comb; [24, H], summed over the streams, with [M, H] streams.
+        scale: [3] f32, for pre, post and comb.
+        base: [24] f32.
+        rms_norm_eps: added to the mean square of the streams; kept as float32, as the next two.
+        hc_eps: added to ``pre`` and to every divisor of the Sinkhorn normalisation.
+        post_alpha: factor of ``post``.
+        sinkhorn_iters: column normalisations of ``comb``, 1 or more; one less of its rows.
+
+    Returns:
+        ``(post [M, 4], comb [M, 4, 4], pre [M, 4])``, all f32; ``comb`` indexed [source, target].
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape or an attribute is not as above.
+        PluginError: the plugin or TensorRT refused.
+    """
+    if not 1 <= sinkhorn_iters < 2**31:
+        raise ValueError(f"{COEFFICIENTS}: sinkhorn_iters: expected 1 or more, got {sinkhorn_iters}")
+    shape = tensor_shape(streams)
+    broadcast = shape is not None and len(shape) == 2
+    features = -1 if not shape else shape[-1] if broadcast else HC_MULT * shape[-1]
+    attributes = {
+        "rms_norm_eps": _epsilon(COEFFICIENTS, "rms_norm_eps", rms_norm_eps),
+        "hc_eps": _epsilon(COEFFICIENTS, "hc_eps", hc_eps),
+        "post_alpha": _real(COEFFICIENTS, "post_alpha", post_alpha),
+        "sinkhorn_iters": int(sinkhorn_iters),
+        "broadcast": int(broadcast),
+    }
+    inputs: _Inputs = {
+        "streams": (streams, trt.bfloat16, ("M", "H") if broadcast else ("M", HC_MULT, "H")),
+        "fn": (fn, trt.float32, (COEFFICIENT_COUNT, features)),
+        "scale": (scale, trt.float32, (3,)),
+        "base": (base, trt.float32, (COEFFICIENT_COUNT,)),
+    }
+    _check_inputs(COEFFICIENTS, inputs)
+    post, comb, pre = _add(network, COEFFICIENTS, attributes, [streams, fn, scale, base])
+    return post, comb, pre
+
+
 def create_plugin(name: str, attributes: Mapping[str, Any], *, phase: Any = None) -> Any:
     """A plugin object (``IPluginV3``) of this project, for ``network.add_plugin_v3``.
 
     Args:
-        name: ``"MhcBoundary"`` or ``"MhcAllReduce"``.
+        name: ``"MhcBoundary"``, ``"MhcAllReduce"`` or ``"MhcCoefficients"``.
         attributes: the plugin's attributes: integers, sequences of integers, floats (kept as float32) or strings.
         phase: ``trt.TensorRTPhase``; build if None.
 
@@ -255,7 +319,7 @@ def read_fields(layer: trt.ILayer) -> dict[str, Any]:
     plugin that is written in C++.
 
     Returns:
-        Attribute name to value: integers, ``norm_eps`` as a float (the float32 that the plugin holds; None if
+        Attribute name to value: integers, reals as a float (the float32 that the plugin holds; ``norm_eps`` is None if
         residual-only), ``group`` as a tuple (empty: 0 .. tp_size - 1), ``strategy`` as a string.
 
     Raises:
@@ -263,14 +327,14 @@ def read_fields(layer: trt.ILayer) -> dict[str, Any]:
     """
     name = next((name for name in _DEFAULTS if is_plugin_layer(layer, name)), None)
     if name is None:
-        raise ValueError(f"{layer.name}: expected a layer of {' or '.join(_DEFAULTS)}, got {layer.type}")
+        raise ValueError(f"{layer.name}: expected a layer of one of {list(_DEFAULTS)}, got {layer.type}")
     build = downcast(layer).plugin.get_capability_interface(trt.PluginCapabilityType.BUILD)
     written = (field.partition("=") for field in build.metadata_string.split(" "))
     return _DEFAULTS[name] | {key: _field_value(key, text) for key, _, text in written}
 
 
 def _field_value(key: str, text: str) -> Any:
-    if key == "norm_eps":
+    if key in _REALS:
         return float(np.float32(text))
     if key == "strategy":
         return text
@@ -291,13 +355,17 @@ def _group_attributes(what: str, tp_size: int, rank: int, group: Sequence[int]) 
     return attributes | ({"group": ranks} if ranks else {})
 
 
-def _norm_eps(value: float | None) -> float:
+def _epsilon(what: str, name: str, value: float | None) -> float:
     representable = value is not None and 0 <= value <= float(np.finfo(np.float32).max)
     # An epsilon that vanishes in float32 turns a row of zeros into NaN.
     if value is None or not representable or (value > 0 and np.float32(value) == 0):
-        raise ValueError(
-            f"{BOUNDARY}: norm_eps: expected a finite number of 0 or more that float32 can hold, got {value}"
-        )
+        raise ValueError(f"{what}: {name}: expected a finite number of 0 or more that float32 can hold, got {value}")
+    return float(value)
+
+
+def _real(what: str, name: str, value: float) -> float:
+    if not abs(value) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{what}: {name}: expected a finite number that float32 can hold, got {value}")
     return float(value)
 
 

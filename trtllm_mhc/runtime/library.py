@@ -151,6 +151,30 @@ class CBoundaryArgs(ctypes.Structure):
     ]
 
 
+class CCoefficientsArgs(ctypes.Structure):
+    """`mhcCoefficientsArgs`. Device addresses are plain integers."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("rows", ctypes.c_int32),
+        ("hidden_size", ctypes.c_int32),
+        ("broadcast", ctypes.c_int32),
+        ("sinkhorn_iters", ctypes.c_int32),
+        ("rms_norm_eps", ctypes.c_float),
+        ("hc_eps", ctypes.c_float),
+        ("post_alpha", ctypes.c_float),
+        ("streams", ctypes.c_void_p),
+        ("fn", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("base", ctypes.c_void_p),
+        ("post", ctypes.c_void_p),
+        ("comb", ctypes.c_void_p),
+        ("pre", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_size_t),
+    ]
+
+
 AllGatherFn = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -296,6 +320,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int,
         [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p],
     ),
+    "mhcCoefficientsWorkspaceBytes": (ctypes.c_size_t, [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]),
+    "mhcCoefficients": (ctypes.c_int, [ctypes.POINTER(CCoefficientsArgs), ctypes.c_void_p]),
 }
 
 

@@ -13,6 +13,7 @@ import tensorrt as trt
 from trtllm_mhc.models.deepseek_v41 import DeepseekV41Config, ModelWeights, build_boundary_stack
 from trtllm_mhc.models.deepseek_v41.stack import Sublayers
 from trtllm_mhc.network import CommunicatorSpec, build_single_boundary
+from trtllm_mhc.network.boundaries import Coefficients
 from trtllm_mhc.rewrite import Report, fuse_boundaries
 from trtllm_mhc.verification import checks
 from trtllm_mhc.verification.backends import Job, Runner
@@ -35,6 +36,7 @@ class StackJobs:
         tp_size: number of ranks.
         sublayers: what stands between the boundaries.
         all_reduce: the layer of the unfused all-reduce, see `CommunicatorSpec`.
+        coefficients: how all forms compute the mixes, see `Boundaries`.
         reports: what the pass said for each rank of the fused form, filled as networks are made.
         probes: the boundaries of the probed fused form, filled as networks are made.
         unfused_probes: the same of the probed unfused form.
@@ -45,6 +47,7 @@ class StackJobs:
     tp_size: int
     sublayers: Sublayers
     all_reduce: Literal["plugin", "dist_collective"] = "plugin"
+    coefficients: Coefficients = "native"
     reports: dict[int, Report] = field(default_factory=dict)
     probes: list[BoundaryProbe] = field(default_factory=list)
     unfused_probes: list[BoundaryProbe] = field(default_factory=list)
@@ -87,7 +90,15 @@ class StackJobs:
 
     def _define(self, network: trt.INetworkDefinition, rank: int) -> None:
         spec = CommunicatorSpec(self.tp_size, all_reduce=self.all_reduce)
-        build_boundary_stack(network, self.config, self.weights, spec, rank=rank, sublayers=self.sublayers)
+        build_boundary_stack(
+            network,
+            self.config,
+            self.weights,
+            spec,
+            rank=rank,
+            sublayers=self.sublayers,
+            coefficients=self.coefficients,
+        )
 
 
 @dataclass(frozen=True)

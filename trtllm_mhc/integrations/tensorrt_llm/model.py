@@ -184,7 +184,7 @@ class DeepseekV41ForCausalLM(PretrainedModel):  # type: ignore[misc]
         sublayers = _Sublayers(self, network, shard)
         spec = CommunicatorSpec(mapping.tp_size, mapping.tp_rank, tuple(mapping.tp_group))
         output, _ = layer_loop(
-            _BoundariesOfSums(network, spec),
+            _BoundariesOfSums(network, spec, coefficients="plugin"),
             self._stack,
             shard,
             embeddings.trt_tensor,

@@ -12,7 +12,7 @@ import tensorrt as trt
 from trtllm_mhc.models.deepseek_v41.config import DeepseekV41Config
 from trtllm_mhc.models.deepseek_v41.weights import AttentionWeights, ElementwiseWeights, EngramWeights, MlpWeights
 from trtllm_mhc.network import functional, ops
-from trtllm_mhc.network.boundaries import Boundaries, CommunicatorSpec, LayerWeights, Step
+from trtllm_mhc.network.boundaries import Boundaries, Coefficients, CommunicatorSpec, LayerWeights, Step
 
 Sublayers = Literal["matmul", "none"]
 
@@ -77,6 +77,7 @@ def build_boundary_stack(
     *,
     rank: int,
     sublayers: Sublayers = "matmul",
+    coefficients: Coefficients = "native",
     rows: int = -1,
     output_streams: bool = False,
 ) -> BoundaryStack:
@@ -94,6 +95,7 @@ def build_boundary_stack(
         rank: index in the group, whose shard of the weights is built in. ``spec.rank`` must agree unless it is -1.
         sublayers: ``"matmul"``: a row-parallel linear (wo_b) for the attention and a gated MLP for the MoE;
             ``"none"``: a few elementwise layers for each, to time the boundaries alone.
+        coefficients: ``"native"`` or ``"plugin"``, how the mixes are computed, see `Boundaries`.
         rows: M; -1 leaves it dynamic, for an optimisation profile over ``embeddings``.
         output_streams: also mark the streams after each boundary as outputs ``streams_0``, ``streams_1``, ...
 
@@ -111,9 +113,8 @@ def build_boundary_stack(
 
     standins = SublayerStandIns(network, weights, rank, spec.tp_size, sublayers)
     embeddings = network.add_input("embeddings", trt.bfloat16, (rows, config.hidden_size))
-    output, streams = layer_loop(
-        Boundaries(network, spec), config, weights, embeddings, Step(rows), standins.attention, standins.moe
-    )
+    boundaries = Boundaries(network, spec, coefficients=coefficients)
+    output, streams = layer_loop(boundaries, config, weights, embeddings, Step(rows), standins.attention, standins.moe)
     output.name = "hidden_states"
     network.mark_output(output)
     if output_streams:

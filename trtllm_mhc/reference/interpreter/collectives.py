@@ -24,9 +24,6 @@ from trtllm_mhc.reference._arrays import AnyArray
 
 from .rules import Operation
 
-# The layer types that may need more than their own rank's values.
-LAYER_TYPES = ("PLUGIN_V3", "DIST_COLLECTIVE")
-
 # Where a rank stands in its group differs by rank; everything else of a plugin must agree over the group.
 _PER_RANK_FIELDS = ("rank", "group")
 
@@ -51,6 +48,14 @@ class Collective:
         attributes = ", ".join(f"{name}={value}" for name, value in sorted(self.attributes.items()))
         shapes = ", ".join("absent" if shape is None else str(list(shape)) for shape in self.shapes)
         return f"{self.kind}({attributes}) over ranks {list(self.group)} with inputs {shapes}"
+
+
+def is_collective(op: Operation) -> bool:
+    """Whether the layer may need more than its own rank's values: any that nothing here says otherwise of."""
+    kind = layer_type(op.layer).name
+    return kind == "DIST_COLLECTIVE" or (
+        kind == "PLUGIN_V3" and not plugins.is_plugin_layer(op.layer, plugins.COEFFICIENTS)
+    )
 
 
 def read(op: Operation, rank: int, ranks: int) -> Collective:

@@ -12,7 +12,7 @@ import numpy as np
 from trtllm_mhc.network.layers import tensor_shape
 from trtllm_mhc.reference._arrays import AnyArray
 
-from . import collectives, contraction, movement, pointwise  # noqa: F401  (the rules register themselves)
+from . import collectives, contraction, local_plugins, movement, pointwise  # noqa: F401  (the rules register themselves)
 from .arithmetic import Arithmetic, Precision, is_float
 from .rules import RULES, Operation
 from .schedule import Step, make_schedule
@@ -57,7 +57,7 @@ class _Rank:
         """Evaluate layers up to the next collective, or to the end."""
         for step in self._steps:
             operation = Operation(step.layer, [self._take(name) for name in step.inputs], self._how)
-            if step.kind in collectives.LAYER_TYPES:
+            if collectives.is_collective(operation):
                 self.waiting = _Waiting(step, operation, collectives.read(operation, self.index, self._ranks))
                 return
             if step.kind not in RULES:

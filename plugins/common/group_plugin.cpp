@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/group_plugin.h"
+
+#include <utility>
+
+namespace trtllm_mhc {
+
+GroupPlugin::GroupPlugin(
+    char const* name, Signature signature, GroupAttributes group, std::string const& timingText,
+    nvinfer1::TensorRTPhase phase)
+    : PluginBase(name, std::move(signature), "tp_size=" + std::to_string(group.tpSize) + " " + timingText),
+      group_(std::move(group)),
+      phase_(phase) {}
+
+void GroupPlugin::serialize(FieldList& fields) const {
+    group_.serialize(fields);
+    serializeOwn(fields);
+}
+
+void GroupPlugin::attach() {
+    if (phase_ == nvinfer1::TensorRTPhase::kRUNTIME && group_.tpSize > 1) {
+        binding_.tryBind(group_);
+    }
+}
+
+void GroupPlugin::launch(Call const& call) {
+    if (!mayCommunicate()) {
+        launchLocal(call);
+        return;
+    }
+    binding_.tryBind(group_);
+    binding_.require(group_, call.extents.hidden);
+    launchGroup(call, binding_.comm(), binding_.lane());
+}
+
+bool GroupPlugin::mayCommunicate() const {
+    return phase_ == nvinfer1::TensorRTPhase::kRUNTIME && group_.tpSize > 1 && !warmupMode();
+}
+
+}  // namespace trtllm_mhc
