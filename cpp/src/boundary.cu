@@ -22,13 +22,18 @@ KernelTable const& allKernels() {
 }
 
 KernelEntry const* find(BoundaryShape const& shape) {
-    int const clusterSize = shape.consumer == Consumer::kBoundary ? shape.hidden / kElementsPerCta : 1;
     for (KernelEntry const& entry : allKernels()) {
         if (entry.source == shape.source && entry.tp == shape.tp && entry.consumer == shape.consumer &&
-            entry.clusterSize == clusterSize)
+            (entry.clusterSize == 0 || entry.clusterSize == ctasPerRow(shape.hidden)))
             return &entry;
     }
     return nullptr;
+}
+
+// Without a norm and without a mailbox the CTAs of a row have nothing to tell each other.
+int clusterSize(BoundaryShape const& shape) {
+    bool const alone = shape.source == Source::kLocal && shape.consumer != Consumer::kBoundary;
+    return alone ? 1 : ctasPerRow(shape.hidden);
 }
 
 }  // namespace
@@ -43,41 +48,31 @@ cudaError_t launchBoundary(
     KernelEntry const* entry = find(shape);
     if (entry == nullptr)
         return cudaErrorInvalidDeviceFunction;
-    int const ctasPerRow = shape.hidden / kElementsPerCta;
-    dim3 const grid(static_cast<unsigned>(ctasPerRow), static_cast<unsigned>(args.chunk.rows), 1);
-    return launchKernel(entry->kernel, grid, kThreads, entry->clusterSize, how, stream, box, args);
+    dim3 const grid(static_cast<unsigned>(ctasPerRow(shape.hidden)), static_cast<unsigned>(args.chunk.rows), 1);
+    return launchKernel(entry->kernel, grid, kThreads, clusterSize(shape), how, stream, box, args);
 }
 
 cudaError_t residentExchangeRows(int hidden, int tp, int& rows) {
-    int const ctasPerRow = hidden / kElementsPerCta;
-    int device = 0;
-    int multiprocessors = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess)
-        status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     rows = 1 << 30;
     for (Consumer const consumer : {Consumer::kAllReduce, Consumer::kResidualOnly, Consumer::kBoundary}) {
         KernelEntry const* entry = find({Source::kExchange, consumer, hidden, tp});
-        if (status != cudaSuccess || entry == nullptr)
-            return status != cudaSuccess ? status : cudaErrorInvalidDeviceFunction;
-        int resident = 0;
-        if (entry->clusterSize == 1) {
-            status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry->kernel, kThreads, 0);
-            resident = resident * multiprocessors / ctasPerRow;
-        } else {
-            cudaLaunchAttribute attribute;
-            attribute.id = cudaLaunchAttributeClusterDimension;
-            attribute.val.clusterDim = {static_cast<unsigned>(entry->clusterSize), 1, 1};
-            cudaLaunchConfig_t config{};
-            config.gridDim = dim3(static_cast<unsigned>(ctasPerRow), 1, 1);
-            config.blockDim = dim3(kThreads);
-            config.attrs = &attribute;
-            config.numAttrs = 1;
-            status = cudaOccupancyMaxActiveClusters(&resident, entry->kernel, &config);
-        }
-        rows = std::min(rows, resident);
+        if (entry == nullptr)
+            return cudaErrorInvalidDeviceFunction;
+        cudaLaunchAttribute attribute;
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {static_cast<unsigned>(ctasPerRow(hidden)), 1, 1};
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(static_cast<unsigned>(ctasPerRow(hidden)), 1, 1);
+        config.blockDim = dim3(kThreads);
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        int clusters = 0;
+        cudaError_t const status = cudaOccupancyMaxActiveClusters(&clusters, entry->kernel, &config);
+        if (status != cudaSuccess)
+            return status;
+        rows = std::min(rows, clusters);
     }
-    return status;
+    return cudaSuccess;
 }
 
 cudaError_t loadBoundaryKernels() {

@@ -25,23 +25,24 @@ struct Call {
     bool usable;
 };
 
-__device__ __forceinline__ Call currentCall(Mailbox const& box, BoundaryArgs const& args) {
-    auto const* words = reinterpret_cast<uint4 const*>(box.state);
-    uint4 const first = ptx::loadRelaxedDevice(words);       // next, active, error, pending
-    uint4 const second = ptx::loadRelaxedDevice(words + 1);  // ticket, rows, arrivals
-    uint32_t const sequence = first.y;
-    if (first.z != MHC_ERROR_NONE)
+__device__ __forceinline__ Call currentCall(Mailbox const& box, BoundaryArgs const& args, int token) {
+    uint4 const row = ptx::loadRelaxedDevice(reinterpret_cast<uint4 const*>(box.rows + token));
+    uint32_t const error = ptx::loadRelaxedDevice(&box.state->error);
+    uint32_t const sequence = row.x;
+    uint32_t const ticket = row.y;
+    if (error != MHC_ERROR_NONE)
         return {sequence, false};
     // A consumer that was launched with its publish owns the ticket; one that follows a producer's publish cannot know
     // the producer's number.
-    bool const ticketOk = args.publishedByProducer ? second.x != 0 : second.x == args.chunk.owner;
-    bool const pendingOk = first.w == args.chunk.operation && second.y == static_cast<uint32_t>(args.chunk.totalRows);
-    if (ticketOk && pendingOk)
+    bool const ticketOk = args.publishedByProducer ? ticket != 0 : ticket == args.chunk.owner;
+    bool const noteOk = row.z == args.chunk.operation && row.w == static_cast<uint32_t>(args.chunk.totalRows);
+    if (ticketOk && noteOk)
         return {sequence, true};
     if (threadIdx.x == 0) {
+        auto const kind = ticketOk || ticket == 0 ? MHC_ERROR_NOT_PUBLISHED : MHC_ERROR_TICKET;
         recordError(
-            box, ticketOk || second.x == 0 ? MHC_ERROR_NOT_PUBLISHED : MHC_ERROR_TICKET, box.rank, -1, sequence,
-            args.chunk.operation, first.w, 0);
+            box, args.chunk.owner,
+            {kind, box.rank, args.chunk.rowBegin + token, sequence, args.chunk.operation, row.z, 0});
     }
     return {sequence, false};
 }
@@ -51,13 +52,14 @@ __device__ __forceinline__ bool sameHeader(uint4 a, uint4 b) {
 }
 
 __device__ __noinline__ void recordOtherHeader(
-    Mailbox const& box, int rowBegin, uint32_t sequence, int source, uint4 expected, uint4 header) {
+    Mailbox const& box, Chunk const& chunk, uint32_t sequence, int token, int source, uint4 expected, uint4 header) {
     uint32_t field = 0;
     while (field < 3 && wordOf(header, field) == wordOf(expected, field))
         ++field;
     recordError(
-        box, MHC_ERROR_HEADER_MISMATCH, source, rowBegin, sequence, wordOf(expected, field), wordOf(header, field),
-        field);
+        box, chunk.owner,
+        {MHC_ERROR_HEADER_MISMATCH, source, chunk.rowBegin + token, sequence, wordOf(expected, field),
+         wordOf(header, field), field});
 }
 
 // Waits for this thread's fragment of every rank and, warp by warp, for all headers. kOwnKept: this rank's own fragment
@@ -70,7 +72,7 @@ __device__ __forceinline__ bool collect(
     bool const readsHeader = lane < kTp && !(kOwnKept && lane == box.rank);
     uint4 const* slot = box.slots[box.rank] + slotOffset(box, generation, 0, token, fragment);
     size_t const rankStride = static_cast<size_t>(box.capacity) * (box.hiddenSize / kFragment);
-    uint4 const* headerAt = box.headers[box.rank] + headerOffset(box, generation, readsHeader ? lane : 0);
+    uint4 const* headerAt = box.headers[box.rank] + headerOffset(box, generation, readsHeader ? lane : 0, token);
     uint4 const expected{
         sequence, static_cast<uint32_t>(chunk.totalRows), chunk.operation, static_cast<uint32_t>(box.lane)};
     Deadline deadline(box);
@@ -98,7 +100,7 @@ __device__ __forceinline__ bool collect(
         // The whole warp leaves together: a lane that went ahead would wait for the others in the norm's shuffles.
         if (__any_sync(0xFFFFFFFFu, other)) {
             if (other)
-                recordOtherHeader(box, chunk.rowBegin, sequence, lane, expected, header);
+                recordOtherHeader(box, chunk, sequence, token, lane, expected, header);
             return false;
         }
         if (__all_sync(0xFFFFFFFFu, missing < 0))
@@ -108,7 +110,7 @@ __device__ __forceinline__ bool collect(
         if (__all_sync(0xFFFFFFFFu, waiting))
             continue;
         if (__any_sync(0xFFFFFFFFu, late) && missing >= 0)
-            recordError(box, MHC_ERROR_TIMEOUT, missing, chunk.rowBegin + token, sequence, 0, 0, 0);
+            recordError(box, chunk.owner, {MHC_ERROR_TIMEOUT, missing, chunk.rowBegin + token, sequence, 0, 0, 0});
         return false;
     }
 }
@@ -126,34 +128,23 @@ __device__ __forceinline__ void rearm(Mailbox const& box, uint32_t sequence, int
 
 // This rank's own fragment, as it is published.
 __device__ __forceinline__ uint4
-ownFragment(Mailbox const& box, BoundaryArgs const& args, int row, int fragment, size_t at) {
+ownFragment(Mailbox const& box, BoundaryArgs const& args, int row, int token, int fragment, size_t at) {
     return clearNegativeZero(
-        args.finalize.topK > 0 ? finalizeForMailbox(box, args.finalize, row, fragment) : args.x[at]);
+        args.finalize.topK > 0 ? finalizeForMailbox(box, args.finalize, args.chunk.owner, row, token, fragment)
+                               : args.x[at]);
 }
 
-// The last of `arrivals` to come here ends the call. One thread calls it for a group of CTAs whose rows are consumed.
-// The counter needs no fence: the host and later kernels read what this orders after the grid has completed, and an
-// error word is set by an atomic whose result its writer had before it came to the barrier in front of this.
-__device__ __forceinline__ void finishCall(Mailbox const& box, uint32_t sequence, uint32_t arrivals) {
-    LaneState* state = box.state;
-    if (atomicAdd(&state->consumeArrivals, 1u) + 1 != arrivals)
-        return;
-    if (state->badIndexToken != 0) {
-        recordError(
-            box, MHC_ERROR_INDEX, box.rank, static_cast<int>(state->badIndexToken) - 1, sequence, state->badIndexRows,
-            state->badIndex, 0);
+// Ends the row's call once all its CTAs have consumed. Called by the first warp of its first CTA. Plain stores do:
+// until this grid has completed, only an enqueue that must not be there could look.
+template <int kTp>
+__device__ __forceinline__ void finishRow(Mailbox const& box, uint32_t sequence, int token) {
+    int const lane = static_cast<int>(threadIdx.x);
+    if (lane < kTp)
+        box.headers[box.rank][headerOffset(box, generationOf(sequence), lane, token)] = filled(kFillWord);
+    if (lane == 0) {
+        uint32_t const next = sequence + 1 == kSequenceLimit ? 0 : sequence + 1;
+        *reinterpret_cast<uint4*>(box.rows + token) = {next, 0, 0, 0};
     }
-    if (ptx::loadRelaxedDevice(&state->error) != MHC_ERROR_NONE)
-        return;
-    for (int r = 0; r < box.tpSize; ++r) {
-        box.headers[box.rank][headerOffset(box, generationOf(sequence), r)] = filled(kFillWord);
-    }
-    state->consumeArrivals = 0;
-    state->pending = 0;
-    state->next = sequence + 1 == kSequenceLimit ? 0 : sequence + 1;
-    // Another enqueue may take the lane from here on, with everything above in place.
-    __threadfence();
-    atomicExch(&state->ticket, 0u);
 }
 
 struct Operands {
@@ -201,21 +192,29 @@ ownFragmentLocal(BoundaryArgs const& args, int row, int fragment, int rowFragmen
     return finalizeFragment(args.finalize, row, fragment, rowFragments, bad);
 }
 
-// kTp is 1 for Source::kLocal. kClusterSize is H / 1024 for a boundary with a norm, else 1.
+// kTp is 1 for Source::kLocal. kClusterSize is H / 1024 for a boundary with a norm, else 0: any.
 template <int kTp, Source kSource, Consumer kConsumer, int kClusterSize>
 __global__ void __launch_bounds__(kThreads)
     boundaryKernel(__grid_constant__ Mailbox const box, __grid_constant__ BoundaryArgs const args) {
     constexpr bool kNorm = kConsumer == Consumer::kBoundary;
+    constexpr bool kMailbox = kSource != Source::kLocal;
     constexpr bool kOwnKept = kSource == Source::kExchange;
+    constexpr bool kClustered = kNorm || kMailbox;
     int const token = static_cast<int>(blockIdx.y);
     int const row = args.chunk.rowBegin + token;
     int const fragment = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
     int const rowFragments = static_cast<int>(gridDim.x) * kThreads;
     size_t const at = static_cast<size_t>(row) * rowFragments + fragment;
 
-    // The CTAs of a cluster store into each other's shared memory below; by then all of them must have started.
-    if constexpr (kNorm)
+    // What comes next may start: it waits for this grid before it reads or takes anything.
+    ptx::launchDependents();
+    __shared__ float rowFailed;  // of the row's first CTA
+    if constexpr (kClustered) {
+        // The CTAs of a cluster store into each other's shared memory below; by then all of them must have started.
+        if (threadIdx.x == 0)
+            rowFailed = 0.0F;
         ptx::clusterArrive();
+    }
     uint4 gamma;
     if constexpr (kNorm)
         gamma = args.gamma[fragment];  // a weight: no kernel writes it
@@ -230,42 +229,40 @@ __global__ void __launch_bounds__(kThreads)
     if constexpr (kSource == Source::kExchange) {
         __shared__ uint32_t sequenceShared;
         __shared__ bool granted;
-        // Every CTA reads the call's number here; the last one to end the call advances it.
         if (threadIdx.x == 0)
-            granted = takeTicket(box, args.chunk.owner, sequenceShared);
-        uint4 const own = ownFragment(box, args, row, fragment, at);
+            granted = takeTicket(box, token, args.chunk.owner, sequenceShared);
+        uint4 const own = ownFragment(box, args, row, token, fragment, at);
+        loadOperands<kConsumer>(args, row, fragment, rowFragments, operands);
         __syncthreads();
+        sequence = sequenceShared;
         arrived = granted;
         if (arrived) {
-            sequence = sequenceShared;
             storeFragment<false>(box, sequence, token, fragment, own);
-            if (blockIdx.x == 0 && blockIdx.y == 0)
-                publishHeader<false>(box, sequence, args.chunk.totalRows, args.chunk.operation);
+            if (blockIdx.x == 0)
+                publishHeader<false>(box, sequence, token, args.chunk.totalRows, args.chunk.operation);
         }
 #pragma unroll
         for (int r = 0; r < kTp; ++r) {
             if (r == box.rank)
                 contributions[r] = own;
         }
-        loadOperands<kConsumer>(args, row, fragment, rowFragments, operands);
     } else {
         if (!args.preload)
             loadOperands<kConsumer>(args, row, fragment, rowFragments, operands);
         if constexpr (kSource == Source::kLocal) {
             contributions[0] = ownFragmentLocal(args, row, fragment, rowFragments, at);
         } else {
-            Call const call = currentCall(box, args);
+            Call const call = currentCall(box, args, token);
             sequence = call.sequence;
             arrived = __all_sync(0xFFFFFFFFu, call.usable);
         }
     }
-    if constexpr (kSource != Source::kLocal) {
+    if constexpr (kMailbox) {
         arrived = arrived && collect<kTp, kOwnKept>(box, args.chunk, sequence, token, fragment, contributions);
         // NaN in the sum makes everything NaN that is computed from it.
         if (!arrived)
             contributions[0] = filled(kNaNWord);
     }
-    ptx::launchDependents();
 
     uint4 const reduced = reduceRanks(contributions);
     uint4 collapsed;
@@ -281,32 +278,36 @@ __global__ void __launch_bounds__(kThreads)
         if constexpr (kNorm)
             collapsed = collapse(streams, operands.mixes);
     }
-    if constexpr (kSource != Source::kLocal) {
+    if constexpr (kMailbox) {
         if (arrived)
             rearm<kTp, kOwnKept>(box, sequence, token, fragment);
     }
+    if constexpr (!kClustered)
+        return;
 
-    if constexpr (!kNorm) {
-        if constexpr (kSource != Source::kLocal) {
-            __syncthreads();
-            if (threadIdx.x == 0 && arrived)
-                finishCall(box, sequence, gridDim.x * gridDim.y);
-        }
-    } else {
-        constexpr int kGroups = kWarps * kClusterSize;
-        __shared__ float groupSums[kGroups];
-        float const sum = sumOfSquares(collapsed);
+    constexpr int kGroups = kNorm ? kWarps * kClusterSize : 1;
+    __shared__ float groupSums[kGroups];
+    [[maybe_unused]] float sum = 0.0F;
+    if constexpr (kNorm)
+        sum = sumOfSquares(collapsed);
+    ptx::clusterWait();
+    if constexpr (kNorm) {
         int const lane = static_cast<int>(threadIdx.x & 31u);
         int const group = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x >> 5u);
-        ptx::clusterWait();
         if (lane < kClusterSize)
             ptx::storeCluster(&groupSums[group], static_cast<uint32_t>(lane), sum);
-        ptx::clusterArrive();
-        ptx::clusterWait();
-        if constexpr (kSource != Source::kLocal) {
-            if (blockIdx.x == 0 && threadIdx.x == 0 && arrived)
-                finishCall(box, sequence, gridDim.y);
-        }
+    }
+    if constexpr (kMailbox) {
+        if (!arrived)
+            ptx::storeCluster(&rowFailed, 0, 1.0F);
+    }
+    ptx::clusterArrive();
+    ptx::clusterWait();
+    if constexpr (kMailbox) {
+        if (blockIdx.x == 0 && threadIdx.x < 32u && rowFailed == 0.0F)
+            finishRow<kTp>(box, sequence, token);
+    }
+    if constexpr (kNorm) {
         float total = groupSums[0];
 #pragma unroll
         for (int g = 1; g < kGroups; ++g)
@@ -331,8 +332,8 @@ template <int kTp, Source kSource>
 KernelTable makeTable() {
     constexpr auto kFull = Consumer::kBoundary;
     return {
-        {kSource, kTp, Consumer::kAllReduce, 1, boundaryKernel<kTp, kSource, Consumer::kAllReduce, 1>},
-        {kSource, kTp, Consumer::kResidualOnly, 1, boundaryKernel<kTp, kSource, Consumer::kResidualOnly, 1>},
+        {kSource, kTp, Consumer::kAllReduce, 0, boundaryKernel<kTp, kSource, Consumer::kAllReduce, 0>},
+        {kSource, kTp, Consumer::kResidualOnly, 0, boundaryKernel<kTp, kSource, Consumer::kResidualOnly, 0>},
         {kSource, kTp, kFull, 4, boundaryKernel<kTp, kSource, kFull, 4>},
         {kSource, kTp, kFull, 5, boundaryKernel<kTp, kSource, kFull, 5>},
         {kSource, kTp, kFull, 7, boundaryKernel<kTp, kSource, kFull, 7>},

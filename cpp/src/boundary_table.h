@@ -16,7 +16,7 @@ struct KernelEntry {
     Source source;
     int tp;
     Consumer consumer;
-    int clusterSize;
+    int clusterSize;  // CTAs of a row that the kernel is compiled for, 0 = any
     BoundaryKernel kernel;
 };
 

@@ -29,7 +29,12 @@ size_t slotBytesPerLane(CommSettings const& s) {
 }
 
 size_t bytesPerLane(CommSettings const& s) {
-    return alignUp(slotBytesPerLane(s) + size_t{kGenerations} * s.tpSize * kHeaderBytes, 256);
+    return alignUp(slotBytesPerLane(s) + size_t{kGenerations} * s.tpSize * s.capacity * kHeaderBytes, 256);
+}
+
+// A lane's state: the lane's own, then its rows'.
+size_t stateBytesPerLane(CommSettings const& s) {
+    return sizeof(LaneState) + sizeof(RowState) * s.capacity;
 }
 
 // Tells processes apart, where process ids cannot (containers).
@@ -325,7 +330,7 @@ public:
             size_t const slot = size_t(s_.capacity) * (s_.hiddenSize / kFragment);
             for (int p = 0; p < s_.tpSize; ++p) {
                 made.slots[p] += slot * p;
-                made.headers[p] += p;
+                made.headers[p] += size_t(s_.capacity) * p;
             }
             c_.boxes_.push_back(made);
         }
@@ -393,7 +398,7 @@ private:
             cudaMalloc(reinterpret_cast<void**>(&c_.mailbox_), c_.mailboxBytes_), "cudaMalloc of ", c_.mailboxBytes_,
             " bytes for the mailbox");
         checkCuda(
-            cudaMalloc(reinterpret_cast<void**>(&c_.states_), sizeof(LaneState) * s_.lanes),
+            cudaMalloc(reinterpret_cast<void**>(&c_.states_), stateBytesPerLane(s_) * s_.lanes),
             "cudaMalloc of the lane states");
         checkCuda(
             cudaHostAlloc(
@@ -467,7 +472,9 @@ private:
             box.slots[r] = reinterpret_cast<uint4*>(base);
             box.headers[r] = reinterpret_cast<uint4*>(base + slotBytesPerLane(s_));
         }
-        box.state = c_.states_ + lane;
+        std::byte* const state = c_.states_ + stateBytesPerLane(s_) * lane;
+        box.state = reinterpret_cast<LaneState*>(state);
+        box.rows = reinterpret_cast<RowState*>(state + sizeof(LaneState));
         void* record = nullptr;
         checkCuda(cudaHostGetDevicePointer(&record, c_.records_ + lane, 0), "cudaHostGetDevicePointer");
         box.record = static_cast<mhcErrorRecord*>(record);
@@ -500,7 +507,9 @@ private:
         c_.waitsAtGate_ = s_.waitMode == MHC_WAIT_GATE || (s_.waitMode == MHC_WAIT_AUTO && c_.ranksPerDevice_ > 1);
         // A CTA that publishes and waits in one kernel needs those of its peers on the device beside it.
         bool const mayExchange = !c_.waitsAtGate_ && s_.waitMode != MHC_WAIT_SPLIT;
-        c_.exchangeRows_ = mayExchange ? residentRows / c_.ranksPerDevice_ : 0;
+        // The kernel after it may already be resident too, waiting its turn; beside a peer it must leave room for it.
+        int const kernels = c_.ranksPerDevice_ == 1 ? 1 : 2 * c_.ranksPerDevice_;
+        c_.exchangeRows_ = mayExchange ? residentRows / kernels : 0;
         for (Mailbox& box : c_.boxes_)
             box.headerLast = c_.waitsAtGate_ ? 1 : 0;
     }
@@ -543,7 +552,7 @@ void Communicator::barrier() {
 // Every word of the mailbox to "not arrived", every lane to its first call; complete when it returns.
 void Communicator::fill() {
     checkCuda(launchFill(mailbox_, mailboxBytes_, nullptr), "filling the mailbox");
-    checkCuda(cudaMemset(states_, 0, sizeof(LaneState) * settings_.lanes), "clearing the lane states");
+    checkCuda(cudaMemset(states_, 0, stateBytesPerLane(settings_) * settings_.lanes), "clearing the lane states");
     std::memset(records_, 0, sizeof(mhcErrorRecord) * settings_.lanes);
     quiesce();
 }

@@ -70,7 +70,7 @@ private:
     CommSettings settings_;
     std::unique_ptr<Bootstrap> bootstrap_;
     std::byte* mailbox_ = nullptr;       // slots and headers of all lanes
-    LaneState* states_ = nullptr;        // device, one a lane
+    std::byte* states_ = nullptr;        // device: each lane's and its rows' state
     mhcErrorRecord* records_ = nullptr;  // host, pinned, one a lane
     std::vector<void*> openedHandles_;   // CUDA IPC mappings of peers
     std::vector<Mailbox> boxes_;         // as kernels take them, one a lane

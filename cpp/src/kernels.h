@@ -55,6 +55,11 @@ struct BoundaryShape {
     int tp;
 };
 
+// The CTAs of a row, which are a cluster wherever they must know of each other.
+constexpr int ctasPerRow(int hidden) {
+    return hidden / kElementsPerCta;
+}
+
 enum class Launch { kPlain, kOverlapped };  // kOverlapped: programmatic dependent launch
 
 // "Not arrived" everywhere; `bytes` is a multiple of 16.

@@ -10,85 +10,76 @@
 namespace mhc {
 namespace {
 
-// To the peers and to this rank's consumer. Called by one CTA.
-__device__ __forceinline__ void announce(Mailbox const& box, uint32_t sequence, Chunk const& chunk) {
-    publishHeader<true>(box, sequence, chunk.totalRows, chunk.operation);
-    if (threadIdx.x == 0)
-        markPending(box, sequence, chunk.totalRows, chunk.operation);
-}
-
-// The frame of a publishing kernel: ticket, rows, header. `value` computes this thread's fragment.
+// The frame of a publishing kernel: ticket, rows, headers. The CTAs of a row are a cluster. `value` computes this
+// thread's fragment.
 template <typename Value>
 __device__ __forceinline__ void publishRows(Mailbox const& box, Chunk const& chunk, Value value) {
     __shared__ uint32_t sequenceShared;
     __shared__ bool granted;
-    __shared__ bool last;
     // The consumer may start now: it waits for this grid, and what came before this grid is complete.
     ptx::gridDependencyWait();
     ptx::launchDependents();
 
-    if (threadIdx.x == 0)
-        granted = takeTicket(box, chunk.owner, sequenceShared);
     int const token = static_cast<int>(blockIdx.y);
     int const fragment = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
-    uint4 const v = clearNegativeZero(value(chunk.rowBegin + token, fragment));
-    __syncthreads();
-    if (!granted)
-        return;
-    uint32_t const sequence = sequenceShared;
-    storeFragment<true>(box, sequence, token, fragment, v);
-
-    if (!box.headerLast) {
-        if (blockIdx.x == 0 && blockIdx.y == 0)
-            announce(box, sequence, chunk);
-        return;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence_system();
-        last = atomicAdd(&box.state->publishArrivals, 1u) + 1 == gridDim.x * gridDim.y;
-    }
-    __syncthreads();
-    if (!last)
-        return;
-    announce(box, sequence, chunk);
     if (threadIdx.x == 0)
-        box.state->publishArrivals = 0;
+        granted = takeTicket(box, token, chunk.owner, sequenceShared);
+    uint4 const v = clearNegativeZero(value(token, fragment));
+    __syncthreads();
+    if (granted)
+        storeFragment<true>(box, sequenceShared, token, fragment, v);
+    if (box.headerLast) {
+        __threadfence_system();
+        ptx::clusterArrive();
+        ptx::clusterWait();
+    }
+    if (!granted || blockIdx.x != 0)
+        return;
+    publishHeader<true>(box, sequenceShared, token, chunk.totalRows, chunk.operation);
+    if (threadIdx.x == 0) {
+        box.rows[token].operation = chunk.operation;
+        box.rows[token].rows = static_cast<uint32_t>(chunk.totalRows);
+    }
 }
 
 __global__ void __launch_bounds__(kThreads)
     publishKernel(__grid_constant__ Mailbox const box, uint4 const* x, __grid_constant__ Chunk const chunk) {
     int const rowFragments = box.hiddenSize / kFragment;
-    publishRows(
-        box, chunk, [&](int row, int fragment) { return x[static_cast<size_t>(row) * rowFragments + fragment]; });
+    publishRows(box, chunk, [&](int token, int fragment) {
+        return x[static_cast<size_t>(chunk.rowBegin + token) * rowFragments + fragment];
+    });
 }
 
 __global__ void __launch_bounds__(kThreads) finalizePublishKernel(
     __grid_constant__ Mailbox const box, __grid_constant__ FinalizeInput const input,
     __grid_constant__ Chunk const chunk) {
-    publishRows(box, chunk, [&](int row, int fragment) { return finalizeForMailbox(box, input, row, fragment); });
+    publishRows(box, chunk, [&](int token, int fragment) {
+        return finalizeForMailbox(box, input, chunk.owner, chunk.rowBegin + token, token, fragment);
+    });
 }
 
 // Waits for all headers so that the consumer, launched after it, finds everything in place. Where ranks share a device
-// this one warp is all that ever waits there: consumers that spun would keep the peers' kernels off the device.
-__global__ void __launch_bounds__(32)
+// this one CTA is all that ever waits there: consumers that spun would keep the peers' kernels off the device.
+__global__ void __launch_bounds__(kThreads)
     gateKernel(__grid_constant__ Mailbox const box, __grid_constant__ Chunk const chunk) {
     ptx::gridDependencyWait();
-    int const source = static_cast<int>(threadIdx.x);
-    // Nothing to wait for when the lane is stopped or nothing was published: the consumer says so.
-    if (source >= box.tpSize || ptx::loadRelaxedDevice(&box.state->error) != MHC_ERROR_NONE ||
-        box.state->pending != chunk.operation)
-        return;
-    uint32_t const sequence = box.state->active;
-    uint4 const* header = box.headers[box.rank] + headerOffset(box, generationOf(sequence), source);
     Deadline deadline(box);
-    bool late = false;
-    while (headerMissing(ptx::loadRelaxedSystem(header))) {
-        if (deadline.keepWaiting(late))
-            continue;
-        if (late)
-            recordError(box, MHC_ERROR_TIMEOUT, source, chunk.rowBegin, sequence, 0, 0, 0);
-        return;
+    for (int i = static_cast<int>(threadIdx.x); i < chunk.rows * box.tpSize; i += kThreads) {
+        int const token = i / box.tpSize;
+        int const source = i % box.tpSize;
+        uint4 const row = ptx::loadRelaxedDevice(reinterpret_cast<uint4 const*>(box.rows + token));
+        // Nothing to wait for when the lane is stopped or nothing was published: the consumer says so.
+        if (ptx::loadRelaxedDevice(&box.state->error) != MHC_ERROR_NONE || row.z != chunk.operation)
+            return;
+        uint4 const* header = box.headers[box.rank] + headerOffset(box, generationOf(row.x), source, token);
+        bool late = false;
+        while (headerMissing(ptx::loadRelaxedSystem(header))) {
+            if (deadline.keepWaiting(late))
+                continue;
+            if (late)
+                recordError(box, chunk.owner, {MHC_ERROR_TIMEOUT, source, chunk.rowBegin + token, row.x, 0, 0, 0});
+            return;
+        }
     }
 }
 
@@ -100,23 +91,26 @@ __global__ void fillKernel(uint4* words, size_t count) {
 }
 
 dim3 rowGrid(int hidden, int rows) {
-    return {static_cast<unsigned>(hidden / kElementsPerCta), static_cast<unsigned>(rows), 1};
+    return {static_cast<unsigned>(ctasPerRow(hidden)), static_cast<unsigned>(rows), 1};
 }
 
 }  // namespace
 
 cudaError_t launchPublish(Mailbox const& box, uint4 const* x, Chunk const& chunk, Launch how, cudaStream_t stream) {
-    return launchKernel(publishKernel, rowGrid(box.hiddenSize, chunk.rows), kThreads, 1, how, stream, box, x, chunk);
+    return launchKernel(
+        publishKernel, rowGrid(box.hiddenSize, chunk.rows), kThreads, ctasPerRow(box.hiddenSize), how, stream, box, x,
+        chunk);
 }
 
 cudaError_t launchFinalizePublish(
     Mailbox const& box, FinalizeInput const& input, Chunk const& chunk, Launch how, cudaStream_t stream) {
     return launchKernel(
-        finalizePublishKernel, rowGrid(box.hiddenSize, chunk.rows), kThreads, 1, how, stream, box, input, chunk);
+        finalizePublishKernel, rowGrid(box.hiddenSize, chunk.rows), kThreads, ctasPerRow(box.hiddenSize), how, stream,
+        box, input, chunk);
 }
 
 cudaError_t launchGate(Mailbox const& box, Chunk const& chunk, cudaStream_t stream) {
-    return launchKernel(gateKernel, dim3(1), 32, 1, Launch::kPlain, stream, box, chunk);
+    return launchKernel(gateKernel, dim3(1), kThreads, 1, Launch::kPlain, stream, box, chunk);
 }
 
 cudaError_t launchFill(void* memory, size_t bytes, cudaStream_t stream) {

@@ -52,15 +52,16 @@ finalizeFragment(FinalizeInput const& input, int row, int fragment, int rowFragm
     return out;
 }
 
-// The same, published: a bad index is only noted here, since the whole call is still published, so that no peer waits;
-// the consumer reports it.
+// The same for the mailbox's row `token`: a bad index stops the lane, but the call's rows are still published, so that
+// no peer waits.
 __device__ __forceinline__ uint4
-finalizeForMailbox(Mailbox const& box, FinalizeInput const& input, int row, int fragment) {
+finalizeForMailbox(Mailbox const& box, FinalizeInput const& input, uint32_t owner, int row, int token, int fragment) {
     BadIndex bad;
     uint4 const v = finalizeFragment(input, row, fragment, box.hiddenSize / kFragment, bad);
-    if (bad.found && fragment == 0 && atomicCAS(&box.state->badIndexToken, 0u, row + 1u) == 0u) {
-        box.state->badIndex = static_cast<uint32_t>(bad.value);
-        box.state->badIndexRows = static_cast<uint32_t>(input.permutedRows);
+    if (bad.found && fragment == 0) {
+        uint32_t const sequence = ptx::loadRelaxedDevice(&box.rows[token].next);
+        uint32_t const rows = static_cast<uint32_t>(input.permutedRows);
+        recordError(box, owner, {MHC_ERROR_INDEX, box.rank, row, sequence, rows, static_cast<uint32_t>(bad.value), 0});
     }
     return v;
 }

@@ -38,38 +38,49 @@ __device__ __forceinline__ uint4 filled(uint32_t word) {
     return {word, word, word, word};
 }
 
+// Where an error was found.
+struct Finding {
+    mhcErrorKind kind;
+    int rank;
+    int token;
+    uint32_t sequence;
+    uint32_t expected;
+    uint32_t got;
+    uint32_t field;
+};
+
 // Stops the lane. The first caller writes the record; the host sees `kind` last.
-inline __device__ __noinline__ void recordError(
-    Mailbox const& box, mhcErrorKind kind, int rank, int token, uint32_t sequence, uint32_t expected, uint32_t got,
-    uint32_t field) {
-    if (atomicCAS(&box.state->error, 0u, static_cast<uint32_t>(kind)) == 0u) {
+inline __device__ __noinline__ void recordError(Mailbox const& box, uint32_t owner, Finding const& finding) {
+    auto* const word = reinterpret_cast<unsigned long long*>(box.state);  // error and errorOwner at once
+    auto const stopped = static_cast<unsigned long long>(owner) << 32 | static_cast<uint32_t>(finding.kind);
+    if (atomicCAS(word, 0ull, stopped) == 0ull) {
         mhcErrorRecord volatile* record = box.record;
-        record->rank = rank;
-        record->token = token;
-        record->generation = generationOf(sequence);
-        record->sequence = sequence;
-        record->expected = expected;
-        record->got = got;
-        record->field = field;
+        record->rank = finding.rank;
+        record->token = finding.token;
+        record->generation = generationOf(finding.sequence);
+        record->sequence = finding.sequence;
+        record->expected = finding.expected;
+        record->got = finding.got;
+        record->field = finding.field;
         __threadfence_system();
-        record->kind = static_cast<uint32_t>(kind);
+        record->kind = static_cast<uint32_t>(finding.kind);
         __threadfence_system();
     }
     if (box.trapOnError)
         __trap();
 }
 
-// Takes the lane for the enqueue `owner`, or stops the lane. Called by one thread of every publishing CTA; true:
-// publish.
-__device__ __forceinline__ bool takeTicket(Mailbox const& box, uint32_t owner, uint32_t& sequence) {
-    LaneState* state = box.state;
-    uint32_t const holder = atomicCAS(&state->ticket, 0u, owner);
-    uint4 const words = ptx::loadRelaxedDevice(reinterpret_cast<uint4 const*>(state));
-    sequence = words.x;
-    if (words.z != MHC_ERROR_NONE)
+// Takes the row for the enqueue `owner`, or stops the lane. Called by one thread of every publishing CTA of the row;
+// true: publish. An index error is found while publishing and must not keep the call's other rows from the peers.
+__device__ __forceinline__ bool takeTicket(Mailbox const& box, int token, uint32_t owner, uint32_t& sequence) {
+    RowState* row = box.rows + token;
+    uint32_t const holder = atomicCAS(&row->ticket, 0u, owner);
+    sequence = ptx::loadRelaxedDevice(&row->next);
+    uint2 const lane = ptx::loadRelaxedDevice(reinterpret_cast<uint2 const*>(box.state));
+    if (lane.x != MHC_ERROR_NONE && !(lane.x == MHC_ERROR_INDEX && lane.y == owner))
         return false;
     if (holder != 0u && holder != owner) {
-        recordError(box, MHC_ERROR_TICKET, box.rank, -1, sequence, owner, holder, 0);
+        recordError(box, owner, {MHC_ERROR_TICKET, box.rank, token, sequence, owner, holder, 0});
         return false;
     }
     return true;
@@ -88,21 +99,15 @@ __device__ __forceinline__ void storeFragment(Mailbox const& box, uint32_t seque
     }
 }
 
-// Stores this rank's header at every rank. Called by threads 0 .. tp-1 of one CTA.
+// Stores the header of this rank's row at every rank. Called by threads 0 .. tp-1 of one CTA of the row.
 template <bool kToSelf>
-__device__ __forceinline__ void publishHeader(Mailbox const& box, uint32_t sequence, int rows, uint32_t operation) {
+__device__ __forceinline__ void publishHeader(
+    Mailbox const& box, uint32_t sequence, int token, int rows, uint32_t operation) {
     int const peer = static_cast<int>(threadIdx.x);
     if (peer < box.tpSize && (kToSelf || peer != box.rank)) {
         uint4 const header{sequence, static_cast<uint32_t>(rows), operation, static_cast<uint32_t>(box.lane)};
-        ptx::storeRelaxedSystem(box.headers[peer] + headerOffset(box, generationOf(sequence), box.rank), header);
+        ptx::storeRelaxedSystem(box.headers[peer] + headerOffset(box, generationOf(sequence), box.rank, token), header);
     }
-}
-
-// Tells the consumer, a kernel of its own, what to consume. Called by one thread.
-__device__ __forceinline__ void markPending(Mailbox const& box, uint32_t sequence, int rows, uint32_t operation) {
-    box.state->active = sequence;
-    box.state->rows = static_cast<uint32_t>(rows);
-    box.state->pending = operation;
 }
 
 // A bounded wait: whether to go on. Looks at the clock and at the lane's error word now and then only.

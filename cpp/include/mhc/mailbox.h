@@ -3,26 +3,32 @@
 // The mailbox: how the ranks' contributions to one boundary reach each other, and the state machine that keeps calls
 // apart.
 //
-// Memory. Every rank owns, per lane, slots [3 generations][tp ranks][capacity rows][H] of bf16 and one 16-byte header
-// per (generation, rank). All ranks of the group can store into it; only its owner reads it. A half-word 0x8000 (bf16
-// -0) means "not arrived"; contributions never contain it, because a publisher turns -0 into +0. So the payload is its
-// own flag, and no fence is needed between data and flag. A header is {sequence, rows, operation, lane}; none of its
-// words can be 0x80008000, the fill pattern.
+// Memory. Every rank owns, per lane, slots [3 generations][tp ranks][capacity rows][H] of bf16 and a 16-byte header for
+// each of those rows. All ranks of the group can store into it; only its owner reads it. A half-word 0x8000 (bf16 -0)
+// means "not arrived"; contributions never contain it, because a publisher turns -0 into +0. So the payload is its own
+// flag, and no fence is needed between data and flag. A header is {sequence, rows, operation, lane}; none of its words
+// can be 0x80008000, the fill pattern.
 //
-// One call, number n of the lane, generation g = n mod 3, on every rank:
-//   publish   takes the ticket (0 -> its owner number), reads n = next, stores its rows and its header into generation
-//   g of
-//             every rank's mailbox, then writes active = n and pending = its operation.
-//   consume   reads n = active; polls its own mailbox until all ranks' fragments and headers of generation g are there;
-//             compares every header with what it expects; computes; stores the fill pattern over what it consumed. The
-//             last CTA to get that far clears the headers, writes next = n + 1, pending = 0, and gives the ticket back.
-// A rank can store into generation g again only in call n + 3. Before that it has consumed n + 2, for which it needed
-// this rank's publish of n + 2, which follows this rank's consume of n + 1 in stream order, and so the clearing of n.
-// Two generations would do if a publish never overlapped the consume before it; the third allows programmatic launch.
+// Rows run independently: each has a number of its own for its next call, read and advanced by the CTAs of that row
+// alone. Row t takes part in the calls of more than t rows, on every rank alike. Call number n of a row, generation
+// g = n mod 3, on every rank:
+//   publish   takes the row's ticket (0 -> the enqueue's owner number), reads n = next, and stores the row and its
+//             header into generation g of every rank's mailbox.
+//   consume   reads n = next; polls its own mailbox until all ranks' fragments and headers of generation g are there;
+//             compares every header with what it expects; computes; stores the fill pattern over what it consumed.
+//             When all CTAs of the row have come that far, one thread clears the headers, writes next = n + 1 and
+//             gives the ticket back.
+// Both may be one kernel. As two, publish leaves a note {operation, rows} that the consumer checks.
 //
-// Errors. Whoever finds one (time-out, other header, ticket taken, nothing pending) writes the lane's record once, sets
-// the error word, and neither advances nor clears. Its outputs, and those of every later call on the lane, are NaN,
-// without waiting. Only the collective reset leaves that state: synchronise, barrier, refill, synchronise, barrier.
+// A rank can store a row into generation g again only in call n + 3. Before that it has consumed n + 2, for which it
+// needed this rank's publish of n + 2, which follows this rank's consume of n + 1 in stream order, and so the clearing
+// of n. Two generations would do if a publish never overlapped the consume before it; the third allows programmatic
+// launch.
+//
+// Errors. Whoever finds one (time-out, other header, ticket taken, nothing published) writes the lane's record once,
+// sets the lane's error word, and neither advances nor clears. Its outputs, and those of every later call on the lane,
+// are NaN, without waiting. Only the collective reset leaves that state: synchronise, barrier, refill, synchronise,
+// barrier.
 #pragma once
 
 #include <vector_types.h>
@@ -58,18 +64,16 @@ MHC_HOST_DEVICE constexpr uint32_t operationWord(Published published, Consumer c
 
 // Of one lane, in this rank's device memory; other ranks never touch it.
 struct alignas(16) LaneState {
-    uint32_t next;             // number of the next call
-    uint32_t active;           // number of the call that is pending
-    uint32_t error;            // mhcErrorKind; not zero: the lane is stopped
-    uint32_t pending;          // operation word of what was published and not consumed, 0 = nothing
-    uint32_t ticket;           // owner number of the enqueue in flight, 0 = free
-    uint32_t rows;             // of the pending call
-    uint32_t publishArrivals;  // CTAs of the publish in flight that have stored their rows
-    uint32_t consumeArrivals;  // clusters of the consume in flight that have cleared their rows
-    uint32_t badIndexToken;    // 1 + row of a finalize index out of range, 0 = none; the consume reports it
-    uint32_t badIndex;         // that index
-    uint32_t badIndexRows;     // rows of the tensor it should lie in
-    uint32_t unused;
+    uint32_t error;       // mhcErrorKind; not zero: the lane is stopped
+    uint32_t errorOwner;  // the enqueue that stopped it
+};
+
+// Of one row of a lane, likewise.
+struct alignas(16) RowState {
+    uint32_t next;       // number of the row's next call
+    uint32_t ticket;     // owner number of the enqueue in flight, 0 = free
+    uint32_t operation;  // operation word of what was published for a consumer of its own, 0 = nothing
+    uint32_t rows;       // M of that call
 };
 
 // One lane as a kernel sees it; passed by value.
@@ -77,6 +81,7 @@ struct Mailbox {
     uint4* slots[MHC_MAX_RANKS];    // rank r's slots, at the address this rank reaches them
     uint4* headers[MHC_MAX_RANKS];  // likewise
     LaneState* state;
+    RowState* rows;          // [capacity]
     mhcErrorRecord* record;  // in host memory
     uint64_t timeoutNanoseconds;
     int32_t rank;
@@ -85,7 +90,7 @@ struct Mailbox {
     int32_t hiddenSize;
     int32_t lane;
     int32_t trapOnError;
-    int32_t headerLast;  // 1: a header is stored after all rows of its rank, for the gate kernel
+    int32_t headerLast;  // 1: a header is stored after the whole of its row, for the gate kernel
 };
 
 MHC_HOST_DEVICE constexpr uint32_t generationOf(uint32_t sequence) {
@@ -100,8 +105,8 @@ MHC_HOST_DEVICE constexpr size_t slotOffset(
            fragment;
 }
 
-MHC_HOST_DEVICE constexpr size_t headerOffset(Mailbox const& box, uint32_t generation, int source) {
-    return static_cast<size_t>(generation) * box.tpSize + source;
+MHC_HOST_DEVICE constexpr size_t headerOffset(Mailbox const& box, uint32_t generation, int source, int token) {
+    return (static_cast<size_t>(generation) * box.tpSize + source) * box.capacity + token;
 }
 
 }  // namespace mhc

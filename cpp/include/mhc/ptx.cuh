@@ -41,6 +41,12 @@ __device__ __forceinline__ uint32_t loadRelaxedDevice(uint32_t const* address) {
     return v;
 }
 
+__device__ __forceinline__ uint2 loadRelaxedDevice(uint2 const* address) {
+    uint2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ uint4 loadRelaxedDevice(uint4 const* address) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
