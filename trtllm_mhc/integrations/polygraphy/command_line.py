@@ -15,6 +15,7 @@ import tensorrt as trt
 from polygraphy.backend.trt import create_network
 
 from trtllm_mhc import plugin
+from trtllm_mhc.integrations.polygraphy.cuda_runtime import expose_cuda_runtime
 from trtllm_mhc.integrations.polygraphy.network import float32_io
 from trtllm_mhc.integrations.polygraphy.settings import Settings
 from trtllm_mhc.models.deepseek_v41 import DeepseekV41Config, ModelWeights, build_boundary_stack
@@ -89,6 +90,7 @@ def join_group(settings: Settings) -> None:
     there is no GPU. An error in a kernel ends the process's CUDA work: Polygraphy would not ask for it.
     """
     plugin.load()
+    expose_cuda_runtime()
     with _lock:
         if settings.tp == 1 and not _communicators and cuda.device_count() > 0:
             _communicators.append(

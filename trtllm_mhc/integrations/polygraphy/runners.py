@@ -28,6 +28,7 @@ from polygraphy.backend.trt import TrtRunner
 from polygraphy.common import TensorMetadata
 
 from trtllm_mhc import plugin_control
+from trtllm_mhc.integrations.polygraphy.cuda_runtime import expose_cuda_runtime
 from trtllm_mhc.network.layers import numpy_dtype
 from trtllm_mhc.runtime.build import EngineError, ErrorRecorder, Plan, explain, logger
 from trtllm_mhc.runtime.communicator import Communicator
@@ -175,7 +176,7 @@ class TrtRanks:
     """Polygraphy's `TrtRunner` once for each rank, a thread each, with the rank's communicator bound to its context.
 
     For code that uses Polygraphy's runners itself; `EngineGroup` does the same without Polygraphy, and captures graphs.
-    Needs `libcudart.so` where Polygraphy looks for it, on LD_LIBRARY_PATH or in a CUDA toolkit.
+    Needs a `libcudart.so` that Polygraphy can open: on LD_LIBRARY_PATH, in a CUDA toolkit, or of pip's CUDA packages.
     """
 
     def __init__(
@@ -204,6 +205,7 @@ class TrtRanks:
         self._group = group
         self._lane = lane
         self._timeout_s = timeout_s
+        expose_cuda_runtime()
         self._ranks = group.run(self._activate, timeout_s=timeout_s)
 
     def run(self, feeds: Sequence[Feeds]) -> list[Outputs]:
