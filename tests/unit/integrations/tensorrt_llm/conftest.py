@@ -27,26 +27,23 @@ def real_is_installed() -> bool:
 
 
 @pytest.fixture(scope="session")
-def trtllm_path(all_reduce_library: Path) -> dict[str, str]:
-    """What processes need in their environment to import the same TensorRT-LLM as this one."""
+def trtllm_environment(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What other processes need in their environment to import the same TensorRT-LLM as this one."""
     environment = dict(os.environ)
     if not real_is_installed():
         environment["PYTHONPATH"] = os.pathsep.join([str(DOUBLE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment["TRTLLM_DOUBLE_PLUGINS"] = str(all_reduce_library)
+        environment["TRTLLM_DOUBLE_PLUGINS"] = str(request.getfixturevalue("all_reduce_library"))
     return environment
 
 
 @pytest.fixture(scope="session")
-def trtllm(trt: ModuleType, builder: Any, all_reduce_library: Path, request: pytest.FixtureRequest) -> ModuleType:
+def trtllm(trt: ModuleType, builder: Any, request: pytest.FixtureRequest) -> ModuleType:
     """The package `tensorrt_llm`, with an AllReduce plugin that networks can hold."""
-    if not real_is_installed() and str(DOUBLE) not in sys.path:
+    if not real_is_installed():
+        request.getfixturevalue("all_reduce_v2")
         sys.path.insert(0, str(DOUBLE))
     import tensorrt_llm
-    from tensorrt_llm.functional import TRT_LLM_PLUGIN_NAMESPACE
 
-    creators = trt.get_plugin_registry().all_creators
-    if not any((each.name, each.plugin_namespace) == ("AllReduce", TRT_LLM_PLUGIN_NAMESPACE) for each in creators):
-        request.getfixturevalue("all_reduce_v2")
     return tensorrt_llm
 
 

@@ -63,6 +63,7 @@ def unfused(monkeypatch):
 
 
 def live_types(network):
+    """What the outputs depend on: layer types, and for this project's plugins their names."""
     from trtllm_mhc.network.layers import layer_type
 
     definition = network.trt_network
@@ -76,7 +77,8 @@ def live_types(network):
         if layer is not None and id(layer) not in found:
             found[id(layer)] = layer
             stack += [layer.get_input(k) for k in range(layer.num_inputs) if layer.get_input(k) is not None]
-    return [str(layer_type(layer)).split(".")[-1] for layer in found.values()]
+    ours = {id(layer) for layer in boundaries(network)}
+    return ["MhcBoundary" if id(layer) in ours else str(layer_type(layer)).split(".")[-1] for layer in found.values()]
 
 
 def boundaries(network):
@@ -93,7 +95,7 @@ def test_every_all_reduce_of_the_model_becomes_a_boundary(models, config, make):
     for rank, model in enumerate(models):
         network = make(model)
         types = live_types(network)
-        assert types.count("PLUGIN_V3") == config.boundaries == len(boundaries(network))
+        assert types.count("MhcBoundary") == config.boundaries == len(boundaries(network))
         assert "PLUGIN_V2" not in types
         fields = plugins.read_fields(boundaries(network)[0])
         assert (fields["tp_size"], fields["rank"], fields["group"]) == (2, rank, ())
@@ -106,7 +108,7 @@ def test_every_all_reduce_of_the_model_becomes_a_boundary(models, config, make):
 
 def test_unfused_as_asked(models, config, make, unfused):
     types = live_types(make(models[0]))
-    assert (types.count("PLUGIN_V2"), types.count("PLUGIN_V3")) == (config.boundaries, 0)
+    assert (types.count("PLUGIN_V2"), types.count("MhcBoundary")) == (config.boundaries, 0)
 
 
 def test_values_are_those_of_the_network_without_tensorrt_llm(trt, builder, models, config, make):
@@ -120,7 +122,7 @@ def test_values_are_those_of_the_network_without_tensorrt_llm(trt, builder, mode
     plain = [builder.create_network(flags) for _ in range(2)]
     weights = ModelWeights(config, seed=5)
     for rank, network in enumerate(plain):
-        build_boundary_stack(network, config, weights, CommunicatorSpec(2), rank=rank)
+        build_boundary_stack(network, config, weights, CommunicatorSpec(2), rank=rank, coefficients="plugin")
         fuse_boundaries(network)
     x = np.random.default_rng(1).normal(0, 1, (3, config.hidden_size)).astype(BF16)
     ours = [make(model).trt_network for model in models]
@@ -231,7 +233,9 @@ def small_config(trtllm):
             hidden_size=4096,
             num_hidden_layers=1,
             num_attention_heads=32,
-            mapping=Mapping(world_size=world_size or tp_size, rank=rank, tp_size=tp_size),
+            mapping=Mapping(
+                world_size=world_size or tp_size, rank=rank, tp_size=tp_size, pp_size=(world_size or tp_size) // tp_size
+            ),
         )
 
     return config
@@ -243,7 +247,7 @@ def test_any_model_with_debug_outputs(one_boundary, small_config, make, integrat
     model = one_boundary(integration.fuse_on_build)(small_config())
     model.register = register
     network = make(model, debug_output=True)
-    assert live_types(network).count("PLUGIN_V3") == 1
+    assert live_types(network).count("MhcBoundary") == 1
     assert "PLUGIN_V2" not in live_types(network)
     assert network.trt_network.num_outputs == 1 + len(register)
 
@@ -252,7 +256,7 @@ def test_a_debug_output_inside_a_boundary_keeps_its_layers(one_boundary, small_c
     model = one_boundary(integration.fuse_on_build)(small_config())
     model.register = ("reduced",)
     types = live_types(make(model, debug_output=True))
-    assert (types.count("PLUGIN_V3"), types.count("PLUGIN_V2")) == (1, 1)
+    assert (types.count("MhcBoundary"), types.count("PLUGIN_V2")) == (1, 1)
 
 
 def test_second_group_of_a_larger_world(one_boundary, small_config, make, integration):

@@ -73,8 +73,8 @@ class Tensor:
     def __hash__(self):
         return id(self.trt_tensor)
 
-    def __eq__(self, other):
-        return isinstance(other, Tensor) and self.trt_tensor is other.trt_tensor
+    def __eq__(self, b):
+        return isinstance(b, Tensor) and self.trt_tensor is b.trt_tensor
 
 
 def _create_tensor(trt_tensor, producer):

@@ -35,7 +35,7 @@ class CustomAllReduceHelper:
         self.workspace = None
 
     def set_workspace_tensor(self, mapping, num_profiles=None):
-        from .functional import Tensor
+        from ..functional import Tensor
 
         size = self.POINTERS_PER_RANK * mapping.tp_size + self.POINTERS_OF_COUNTER
         ranges = OrderedDict([("all_reduce_size", [size] * num_profiles)]) if num_profiles else None
