@@ -80,19 +80,25 @@ class TimingCache:
 
     def attach(self, config: trt.IBuilderConfig) -> trt.ITimingCache:
         """Gives a build what is known so far."""
-        cache = config.create_timing_cache(self.data)
+        with self._lock:
+            cache = config.create_timing_cache(self._data)
+            usable = bytes(cache.serialize())
+            if len(usable) < len(self._data):  # TensorRT began an empty one
+                self._data = usable
         if not config.set_timing_cache(cache, False):
             raise EngineError("TensorRT refused the timing cache: it comes from another version or device")
         return cache
 
-    def keep(self, cache: trt.ITimingCache, config: trt.IBuilderConfig) -> None:
-        """Adds what a build has measured. Where two builds measured the same layer, the earlier result stays."""
+    def keep(self, cache: trt.ITimingCache) -> None:
+        """Takes over what a build has measured; it began with what `attach` gave it.
+
+        Of builds that ran at the same time the one that knows most stays.
+        """
+        data = bytes(cache.serialize())
         with self._lock:
-            if self._data:
-                merged = config.create_timing_cache(self._data)
-                merged.combine(cache, False)
-                cache = merged
-            self._data = bytes(cache.serialize())
+            if len(data) <= len(self._data):
+                return
+            self._data = data
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 partial = self._path.with_name(f"{self._path.name}.partial")
@@ -109,8 +115,8 @@ class ErrorRecorder(trt.IErrorRecorder):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._errors: list[tuple[Any, str]] = []
-        # TensorRT's objects tell their recorder when they go. Python lets go of a builder, and with it of the recorder,
-        # before it lets go of the network (seen as a crash on 10.6), so recorders stay.
+        # TensorRT's objects tell their recorder when they go, and Python may let go of a builder, and with it of the
+        # recorder, before it lets go of a network: so recorders stay.
         _recorders.append(self)
 
     def num_errors(self) -> int:
@@ -245,8 +251,9 @@ def build_engine(
     if data is None:
         raise EngineError(explain("the build of the engine failed", recorder, any_thread=True))
     if timing_cache is not None and cache is not None:
-        timing_cache.keep(cache, config)
-    del keep_alive
+        timing_cache.keep(cache)
+    # In the reverse of the order in which they were made: Python's own order is the other one.
+    del cache, config, keep_alive, network, builder
     return Plan(data, time.perf_counter() - begin)
 
 

@@ -80,7 +80,7 @@ def test_errors_of_tensorrt_reach_the_recorder(trt: Any, builder: Any) -> None:
     assert any("TensorRT: " in line for line in build.explain("no engine", recorder).splitlines())
 
 
-def test_timing_caches_are_merged_and_kept(builder: Any, tmp_path: Path) -> None:
+def test_timing_caches_are_kept(builder: Any, tmp_path: Path) -> None:
     from trtllm_mhc.runtime.build import TimingCache
 
     path = tmp_path / "caches" / "timing.cache"
@@ -88,7 +88,7 @@ def test_timing_caches_are_merged_and_kept(builder: Any, tmp_path: Path) -> None
     assert cache.data == b""
     for _ in range(2):
         config = builder.create_builder_config()
-        cache.keep(cache.attach(config), config)
+        cache.keep(cache.attach(config))
     assert cache.data
     assert TimingCache(path).data == cache.data
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -101,9 +101,9 @@ def test_an_unusable_timing_cache_counts_as_empty(builder: Any, tmp_path: Path) 
     path.write_bytes(b"not a timing cache" * 20)
     config = builder.create_builder_config()
     cache = TimingCache(path)
-    cache.keep(cache.attach(config), config)
+    cache.keep(cache.attach(config))
     empty = TimingCache()
-    empty.keep(empty.attach(config), config)
+    empty.keep(empty.attach(config))
     assert path.read_bytes() == empty.data
 
 
