@@ -96,7 +96,7 @@ class TimingCache:
         """
         data = bytes(cache.serialize())
         with self._lock:
-            if len(data) <= len(self._data):
+            if len(data) < len(self._data):
                 return
             self._data = data
             if self._path is not None:
