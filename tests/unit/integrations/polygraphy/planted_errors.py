@@ -46,6 +46,7 @@ class PlantedJobs(StackJobs):
 
     def _planted(self, form: Callable[[StackJobs], Job], filled: str) -> Job:
         other = self.planted()
+        other.coefficients = self.coefficients  # chosen by the command
         job = form(other)
 
         def populate(network: Any, rank: int) -> object:

@@ -154,7 +154,7 @@ library.getCreators.restype = ctypes.POINTER(ctypes.c_void_p)
 count = ctypes.c_int32()
 first = library.getCreators(ctypes.byref(count))
 again = library.getCreators(ctypes.byref(count))
-assert count.value == 2 and all(first[i] and first[i] == again[i] for i in range(2)), count
+assert count.value == 3 and all(first[i] and first[i] == again[i] for i in range(3)), count
 """
     names = """
 found = [c.name for c in tensorrt.get_plugin_registry().all_creators if c.plugin_namespace == "trtllm_mhc"]
@@ -190,7 +190,9 @@ def test_network_script(builder: Any) -> None:
     text = inspect_stack(MHC_STACK_IO="bfloat16")
     assert "{embeddings [dtype=bfloat16, shape=(-1, 5120)]}" in text
     assert "{hidden_states [dtype=bfloat16, shape=(-1, 5120)]}" in text
-    assert text.count("LayerType.PLUGIN_V3") == 2  # MhcAllReduce
+    assert text.count("LayerType.PLUGIN_V3") == 4  # MhcAllReduce and MhcCoefficients
+    native = inspect_stack(MHC_STACK_COEFFICIENTS="native")
+    assert native.count("LayerType.PLUGIN_V3") == 2  # MhcAllReduce
 
 
 def test_network_script_with_the_pass_and_an_fp32_edge(builder: Any) -> None:
