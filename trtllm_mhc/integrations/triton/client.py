@@ -84,6 +84,14 @@ class Client:
         names = [each["name"] if self.protocol == "http" else each.name for each in described]
         return {name: answer.as_numpy(name) for name in names}
 
+    def server_version(self) -> str:
+        """The server's name and version."""
+        answer = self._call(self._client.get_server_metadata)
+        name, version = (
+            (answer["name"], answer["version"]) if self.protocol == "http" else (answer.name, answer.version)
+        )
+        return f"{name} {version}"
+
     def is_ready(self, model: str) -> bool:
         """Whether the server calls the model ready. Older servers do so when its process is dead; `canary` tells."""
         return bool(self._call(lambda: self._client.is_model_ready(model)))

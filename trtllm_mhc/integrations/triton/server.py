@@ -165,9 +165,10 @@ class TritonServer:
         return found
 
     def log_tail(self) -> str:
-        """The end of the log."""
+        """The end of the log, without the tables that the server prints."""
         with contextlib.suppress(OSError):
-            return self.log.read_text(errors="replace")[-_LOG_TAIL:]
+            lines = self.log.read_text(errors="replace").splitlines()
+            return "\n".join(line for line in lines if line.strip() and line[0] not in "|+")[-_LOG_TAIL:]
         return ""
 
     def close(self, timeout_s: float = 20.0) -> None:
