@@ -68,6 +68,15 @@ IPluginV3OneBuild& build(nvinfer1::IPluginV3& plugin) {
     return *static_cast<IPluginV3OneBuild*>(plugin.getCapabilityInterface(PluginCapabilityType::kBUILD));
 }
 
+std::vector<PluginField> coefficientsFields() {
+    static float const kAlpha = 2.0F;
+    return {
+        {"rms_norm_eps", &kEps, PluginFieldType::kFLOAT32, 1},
+        {"hc_eps", &kEps, PluginFieldType::kFLOAT32, 1},
+        {"post_alpha", &kAlpha, PluginFieldType::kFLOAT32, 1},
+        integer("sinkhorn_iters", kTwo)};
+}
+
 std::string takeError() {
     std::array<char, 1024> text{};
     mhcPluginTakeError(text.data(), text.size(), 0);
@@ -103,6 +112,15 @@ Tensors plainTensors(int64_t rows, int64_t hidden = 5120) {
          desc(DataType::kFLOAT, {rows, 4}), desc(DataType::kFLOAT, {rows, 4, 4}), desc(DataType::kFLOAT, {rows, 4}),
          desc(DataType::kBF16, {hidden})},
         {desc(DataType::kBF16, {rows, 4, hidden}), desc(DataType::kBF16, {rows, hidden})}};
+}
+
+Tensors coefficientsTensors(int64_t rows, int64_t hidden, bool broadcast) {
+    PluginTensorDesc const streams =
+        broadcast ? desc(DataType::kBF16, {rows, hidden}) : desc(DataType::kBF16, {rows, 4, hidden});
+    return {
+        {streams, desc(DataType::kFLOAT, {24, broadcast ? hidden : 4 * hidden}), desc(DataType::kFLOAT, {3}),
+         desc(DataType::kFLOAT, {24})},
+        {desc(DataType::kFLOAT, {rows, 4}), desc(DataType::kFLOAT, {rows, 4, 4}), desc(DataType::kFLOAT, {rows, 4})}};
 }
 
 // Every field with its bytes.
@@ -235,6 +253,82 @@ TEST(Plugins, KnowTheSizeOfTheQuantizedScales) {
                 << rows << " " << hidden;
         }
     }
+}
+
+TEST(Coefficients, CheckShapesAndTypesOfEveryCall) {
+    auto const plugin = create("MhcCoefficients", coefficientsFields());
+    for (int64_t const hidden : {4096, 5120, 7168}) {
+        EXPECT_EQ(coefficientsTensors(6, hidden, false).shapeChange(*plugin), 0) << takeError();
+    }
+    EXPECT_NE(coefficientsTensors(6, 5120, true).shapeChange(*plugin), 0);
+    EXPECT_EQ(takeError(), "MhcCoefficients: input 0 (streams): expected shape [M, hc=4, H], got [6, 5120]");
+    Tensors tensors = coefficientsTensors(6, 5120, false);
+    tensors.in[1].dims.d[1] = 5120;
+    EXPECT_NE(tensors.shapeChange(*plugin), 0);
+    EXPECT_EQ(takeError(), "MhcCoefficients: input 1 (fn): expected shape [24, hc*H=20480], got [24, 5120]");
+    tensors = coefficientsTensors(6, 5120, false);
+    tensors.in[2].type = DataType::kBF16;
+    EXPECT_NE(tensors.enqueue(*plugin), 0);
+    EXPECT_EQ(takeError(), "MhcCoefficients: input 2 (scale): expected dtype FLOAT, got BF16");
+    tensors = coefficientsTensors(6, 5120, false);
+    tensors.in[3].dims.d[0] = 25;
+    EXPECT_NE(tensors.shapeChange(*plugin), 0);
+    EXPECT_EQ(takeError(), "MhcCoefficients: input 3 (base): expected shape [24], got [25]");
+    tensors = coefficientsTensors(6, 5120, false);
+    tensors.out[1].dims.d[0] = 7;
+    EXPECT_NE(tensors.shapeChange(*plugin), 0);
+    EXPECT_EQ(takeError(), "MhcCoefficients: output 1 (comb): expected shape [M=6, hc=4, hc=4], got [7, 4, 4]");
+
+    std::vector<PluginField> fields = coefficientsFields();
+    fields.push_back(integer("broadcast", kOne));
+    auto const first = create("MhcCoefficients", fields);
+    EXPECT_EQ(coefficientsTensors(6, 5120, true).shapeChange(*first), 0) << takeError();
+    EXPECT_NE(coefficientsTensors(6, 5120, false).shapeChange(*first), 0);
+    EXPECT_EQ(takeError(), "MhcCoefficients: input 0 (x): expected shape [M, H], got [6, 4, 5120]");
+}
+
+TEST(Coefficients, AskForTheWorkspaceOfTheProfilesLargestCall) {
+    auto const size = [](nvinfer1::IPluginV3& plugin, Tensors const& tensors, int64_t least, int64_t most) {
+        std::vector<nvinfer1::DynamicPluginTensorDesc> in;
+        for (PluginTensorDesc const& each : tensors.in) {
+            in.push_back({each, each.dims, each.dims, each.dims});
+        }
+        in[0].desc.dims.d[0] = -1;
+        in[0].min.d[0] = least;
+        in[0].max.d[0] = most;
+        std::array<nvinfer1::DynamicPluginTensorDesc, 3> const out{};
+        return build(plugin).getWorkspaceSize(in.data(), 4, out.data(), 3);
+    };
+    auto const plugin = create("MhcCoefficients", coefficientsFields());
+    size_t const bytes = size(*plugin, coefficientsTensors(1, 5120, false), 1, 64);
+    EXPECT_EQ(takeError(), "");
+    EXPECT_EQ(bytes, mhcCoefficientsWorkspaceBytes(64, 5120, 0));
+    size_t last = 0;
+    for (int32_t rows = 0; rows <= 64; ++rows) {  // an engine for 64 rows serves every smaller call
+        EXPECT_GE(mhcCoefficientsWorkspaceBytes(rows, 5120, 0), last);
+        last = mhcCoefficientsWorkspaceBytes(rows, 5120, 0);
+    }
+    EXPECT_GT(last, 0U);
+    std::vector<PluginField> fields = coefficientsFields();
+    fields.push_back(integer("broadcast", kOne));
+    EXPECT_EQ(
+        size(*create("MhcCoefficients", fields), coefficientsTensors(1, 5120, true), 1, 64),
+        mhcCoefficientsWorkspaceBytes(64, 5120, 1));
+}
+
+TEST(Coefficients, HaveNoGateAndNoGroup) {
+    auto const plugin = create("MhcCoefficients", coefficientsFields());
+    std::unique_ptr<nvinfer1::IPluginV3> const copy(plugin->clone());
+    std::unique_ptr<nvinfer1::IPluginV3> const attached(runtime(*copy).attachToContext(nullptr));
+    EXPECT_NE(coefficientsTensors(6, 5120, false).enqueue(*attached), 0);
+    std::string const message = takeError();
+    EXPECT_NE(message.find("mhcCoefficients"), std::string::npos) << message;
+    EXPECT_EQ(serialized(*plugin), serialized(*attached));
+    EXPECT_FALSE(has(serialized(*plugin), "tp_size"));
+    std::unique_ptr<nvinfer1::IPluginV3> const again(
+        creator("MhcCoefficients").createPlugin("", runtime(*plugin).getFieldsToSerialize(), TensorRTPhase::kRUNTIME));
+    ASSERT_NE(again, nullptr);
+    EXPECT_EQ(serialized(*plugin), serialized(*again));
 }
 
 TEST(PhaseGate, ARuntimeObjectWithoutACommunicatorIsAnError) {

@@ -12,12 +12,13 @@ namespace {
 using nvinfer1::DataType;
 using nvinfer1::PluginFieldType;
 
+constexpr char kEpsilon[] = "a finite number of 0 or more";
+
 bool isEpsilon(double value) {
     return std::isfinite(value) && value >= 0;
 }
 
 std::vector<FieldSpec> coefficientsFieldSpecs() {
-    constexpr char kEpsilon[] = "a finite number of 0 or more";
     return {
         formatFieldSpec(),
         {"hc_mult", PluginFieldType::kINT32, 1, false, "4", [](double value) { return value == MHC_STREAMS; }},

@@ -153,7 +153,10 @@ size_t PluginBase::getWorkspaceSize(
         signature_.checkCounts(nbInputs, nbOutputs);
         Extents extents;
         for (int32_t i = 0; i < nbInputs; ++i) {
-            signature_.checkInputShape(i, Shape(inputs[i].max), extents);
+            signature_.checkInputShape(i, Shape(inputs[i].desc.dims), extents);
+        }
+        if (extents.rows == kUnknownExtent) {
+            extents.rows = signature_.checkProfiles(inputs);
         }
         Signature::requireKnown(extents);
         bytes = workspaceBytes(extents);

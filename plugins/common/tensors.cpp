@@ -168,7 +168,7 @@ void Signature::checkOutputShape(int32_t index, Shape const& shape, Extents& ext
     checkShape(tensorName("output", static_cast<size_t>(index), spec), spec, shape, extents, topK);
 }
 
-void Signature::checkProfiles(nvinfer1::DynamicPluginTensorDesc const* descs) const {
+int64_t Signature::checkProfiles(nvinfer1::DynamicPluginTensorDesc const* descs) const {
     int64_t low = 0;
     int64_t high = kMaxRows;
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -188,6 +188,7 @@ void Signature::checkProfiles(nvinfer1::DynamicPluginTensorDesc const* descs) co
         low = std::max(low, own[0]);
         high = std::min(high, own[1]);
     }
+    return high;
 }
 
 void Signature::requireKnown(Extents const& extents) {

@@ -61,8 +61,8 @@ struct Signature {
     // Check one tensor against the extents known so far and add what it tells. Throw PluginError.
     void checkInputShape(int32_t index, Shape const& shape, Extents& extents) const;
     void checkOutputShape(int32_t index, Shape const& shape, Extents& extents) const;
-    // Throws PluginError if the inputs' optimization profiles leave no number of rows that they all allow.
-    void checkProfiles(nvinfer1::DynamicPluginTensorDesc const* inputs) const;
+    // The most rows that the inputs' optimization profiles all allow. Throws PluginError if they allow none.
+    int64_t checkProfiles(nvinfer1::DynamicPluginTensorDesc const* inputs) const;
     // The extents a call must have before it may be launched.
     static void requireKnown(Extents const& extents);
 };

@@ -21,6 +21,7 @@ from trtllm_mhc.plugin_control import PluginError, take_error
 BOUNDARY = "MhcBoundary"
 ALL_REDUCE = "MhcAllReduce"
 COEFFICIENTS = "MhcCoefficients"
+PLUGINS = (BOUNDARY, ALL_REDUCE, COEFFICIENTS)
 
 HC_MULT = 4
 COEFFICIENT_COUNT = (2 + HC_MULT) * HC_MULT
@@ -325,9 +326,9 @@ def read_fields(layer: trt.ILayer) -> dict[str, Any]:
     Raises:
         ValueError: the layer is none of this project's plugins.
     """
-    name = next((name for name in _DEFAULTS if is_plugin_layer(layer, name)), None)
+    name = next((name for name in PLUGINS if is_plugin_layer(layer, name)), None)
     if name is None:
-        raise ValueError(f"{layer.name}: expected a layer of one of {list(_DEFAULTS)}, got {layer.type}")
+        raise ValueError(f"{layer.name}: expected a layer of one of {list(PLUGINS)}, got {layer.type}")
     build = downcast(layer).plugin.get_capability_interface(trt.PluginCapabilityType.BUILD)
     written = (field.partition("=") for field in build.metadata_string.split(" "))
     return _DEFAULTS[name] | {key: _field_value(key, text) for key, _, text in written}

@@ -66,6 +66,7 @@ def test_record_without_engines(no_gpu: None, trt: Any, tmp_path: Path) -> None:
     assert (record["boundaries_full"], record["boundaries_residual_only"]) == (2, 2)
     assert (record["tp"], record["layers"], record["m"], record["inputs"]) == (4, 2, 1, 4)
     assert (record["mode"], record["commit"], record["tensorrt"]) == ("numpy", "abc", trt.__version__)
+    assert record["coefficients"] == "native"
     assert record["ranks_equal"] is True
     assert record["unfused_agreement"] == 1
     assert record["boundaries_bit_equal_to_reference"] is None
@@ -76,6 +77,12 @@ def test_record_without_engines(no_gpu: None, trt: Any, tmp_path: Path) -> None:
     assert "4 of 4 boundaries fused" in text
     assert "No engine was built: this machine has no usable GPU" in text
     assert "Every comparison holds" in text
+
+
+def test_coefficients_by_plugin(no_gpu: None, tmp_path: Path) -> None:
+    code, record, _ = run(tmp_path, coefficients="plugin")
+    assert code == 0
+    assert (record["coefficients"], record["boundaries_fused"]) == ("plugin", 2)
 
 
 def test_a_wrong_fused_network_is_found(no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,3 +222,31 @@ def test_single_boundary_of_fixed_rows(trt, network, spec):
 
     built = build_single_boundary(network, spec, hidden=HIDDEN, norm_eps=1e-20, rows=7)
     assert tuple(built.outputs["residual_out"].shape) == (7, HC, HIDDEN)
+
+
+def test_coefficients_by_plugin(trt, network, spec, layer):
+    from trtllm_mhc.network import Boundaries, Step, plugins
+
+    boundaries = Boundaries(network, spec, coefficients="plugin")
+    x = network.add_input("x", trt.bfloat16, (-1, HIDDEN))
+    state, layer_input = boundaries.first(layer, x, Step())
+    state.pending = layer_input
+    state, *_ = boundaries.sublayer(layer, True, state, Step())
+    made = [
+        plugins.read_fields(each)
+        for each in map(network.get_layer, range(network.num_layers))
+        if plugins.is_plugin_layer(each, plugins.COEFFICIENTS)
+    ]
+    assert [fields["broadcast"] for fields in made] == [1, 0]
+    for fields in made:
+        assert (fields["hc_eps"], fields["sinkhorn_iters"]) == (float(np.float32(layer.hc_eps)), 20)
+        assert (fields["post_alpha"], fields["rms_norm_eps"]) == (2.0, float(np.float32(layer.rms_norm_eps)))
+    assert described(state.comb) == (trt.float32, (-1, HC, HC))
+    assert described(state.pre) == described(state.post) == (trt.float32, (-1, HC))
+
+
+def test_unknown_coefficients_are_refused(network, spec):
+    from trtllm_mhc.network import Boundaries
+
+    with pytest.raises(ValueError, match="coefficients: expected 'native' or 'plugin', got 'eager'"):
+        Boundaries(network, spec, coefficients="eager")

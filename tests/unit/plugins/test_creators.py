@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("trt")
 
 BOUNDARY_FIELDS = ("tp_size", "rank", "group", "hc_mult", "norm_eps", "collapse", "published", "top_k", "quantize")
 PLAIN = {"tp_size": 2, "norm_eps": 1e-20}
+MIXES = {"rms_norm_eps": 1e-20, "hc_eps": 1e-6, "post_alpha": 2.0, "sinkhorn_iters": 20}
 
 
 def create(name: str, attributes: dict[str, Any], phase: Any = None) -> Any:
@@ -47,6 +48,13 @@ def test_creators_declare_their_fields(trt: ModuleType) -> None:
     all_reduce = plugin.creator("MhcAllReduce")
     assert [field.name for field in all_reduce.field_names] == ["format", "tp_size", "rank", "group", "strategy"]
 
+    coefficients = plugin.creator("MhcCoefficients")
+    types = {field.name: field.type for field in coefficients.field_names}
+    assert list(types) == ["format", "hc_mult", *MIXES, "broadcast"]
+    reals = {name for name, kind in types.items() if kind == trt.PluginFieldType.FLOAT32}
+    assert reals == {"rms_norm_eps", "hc_eps", "post_alpha"}
+    assert {types[name] for name in types.keys() - reals} == {trt.PluginFieldType.INT32}
+
 
 @pytest.mark.parametrize("phase", ["BUILD", "RUNTIME"])
 @pytest.mark.parametrize(
@@ -60,6 +68,9 @@ def test_creators_declare_their_fields(trt: ModuleType) -> None:
         ("MhcBoundary", PLAIN | {"published": 1}, 2),
         ("MhcAllReduce", {"tp_size": 1}, 1),
         ("MhcAllReduce", {"tp_size": 4, "strategy": "oneshot"}, 1),
+        ("MhcCoefficients", MIXES, 3),
+        ("MhcCoefficients", MIXES | {"format": 1, "hc_mult": 4, "broadcast": 1, "sinkhorn_iters": 1}, 3),
+        ("MhcCoefficients", MIXES | {"rms_norm_eps": 0.0, "hc_eps": 0.0, "post_alpha": -1.0}, 3),
     ],
 )
 def test_good_fields_make_a_plugin(
@@ -100,6 +111,17 @@ def test_good_fields_make_a_plugin(
         ("MhcAllReduce", {"tp_size": 2, "strategy": "nccl"}, r'"strategy": expected "oneshot", got "nccl", which this'),
         ("MhcAllReduce", {"tp_size": 2, "strategy": "two"}, r'"strategy": expected "oneshot", got "two"'),
         ("MhcAllReduce", {"tp_size": 2, "norm_eps": 1.0}, r'unknown field "norm_eps"'),
+        ("MhcCoefficients", {}, r'MhcCoefficients: field "rms_norm_eps" is required \(FLOAT32, .*\), but missing'),
+        ("MhcCoefficients", {"rms_norm_eps": 1.0, "hc_eps": 1.0}, r'field "post_alpha" is required .*, but missing'),
+        ("MhcCoefficients", MIXES | {"rms_norm_eps": -1.0}, r'"rms_norm_eps": expected a finite number of 0 or more'),
+        ("MhcCoefficients", MIXES | {"hc_eps": float("nan")}, r'field "hc_eps": expected a finite number .*, got nan'),
+        ("MhcCoefficients", MIXES | {"hc_eps": 1}, r'field "hc_eps": expected FLOAT32, got INT32'),
+        ("MhcCoefficients", MIXES | {"post_alpha": float("inf")}, r'"post_alpha": expected a finite number, got inf'),
+        ("MhcCoefficients", MIXES | {"sinkhorn_iters": 0}, r'field "sinkhorn_iters": expected 1 or more, got 0'),
+        ("MhcCoefficients", MIXES | {"broadcast": 2}, r'field "broadcast": expected 0 or 1, got 2'),
+        ("MhcCoefficients", MIXES | {"hc_mult": 8}, r'field "hc_mult": expected 4, got 8'),
+        ("MhcCoefficients", MIXES | {"tp_size": 2}, r'unknown field "tp_size": this library \(format 1\) knows format'),
+        ("MhcCoefficients", MIXES | {"format": 2}, r"the fields have format 2, .* newer trtllm_mhc"),
     ],
 )
 def test_bad_fields_are_refused_and_say_why(name: str, attributes: dict[str, Any], message: str, capfd: Any) -> None:
@@ -196,3 +218,5 @@ def test_timing_cache_entries_ignore_the_rank_but_not_the_work(trt: ModuleType) 
     variants = [{}, {"tp_size": 4}, {"collapse": 0}, {"published": 1}, {"quantize": 1}, {"top_k": 6}, {"top_k": 8}]
     for first, second in itertools.combinations(variants, 2):
         assert cache_id(**first) != cache_id(**second), (first, second)
+    mixes = [create("MhcCoefficients", MIXES | more) for more in ({}, {"broadcast": 1}, {"sinkhorn_iters": 3})]
+    assert len({build_capability(trt, made).timing_cache_id for made in mixes}) == 3

@@ -402,7 +402,8 @@ def test_collective_that_no_output_needs_is_not_met(trt, networks, evaluate):
         assert_bits(output["out"], x)
 
 
-def test_stack_is_the_same_function_for_any_number_of_ranks(trt, networks, evaluate):
+@pytest.mark.parametrize("coefficients", ["native", "plugin"])
+def test_stack_is_the_same_function_for_any_number_of_ranks(trt, networks, evaluate, coefficients):
     """Sharding only regroups the sums: nothing of it shows in float64, and rounding shows in bf16."""
     from trtllm_mhc.models.deepseek_v41.config import DeepseekV41Config
     from trtllm_mhc.models.deepseek_v41.stack import build_boundary_stack
@@ -418,7 +419,8 @@ def test_stack_is_the_same_function_for_any_number_of_ranks(trt, networks, evalu
     for ranks in (1, 2, 4):
         made = networks(ranks)
         for rank, network in enumerate(made):
-            stack = build_boundary_stack(network, config, weights, CommunicatorSpec(ranks), rank=rank)
+            spec = CommunicatorSpec(ranks)
+            stack = build_boundary_stack(network, config, weights, spec, rank=rank, coefficients=coefficients)
         feeds = [{stack.input.name: embeddings}] * ranks
         for precision in ("network", "float64"):
             outputs = [output[stack.output.name] for output in evaluate(made, feeds, precision=precision)]

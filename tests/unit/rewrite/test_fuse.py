@@ -279,7 +279,7 @@ def test_entries_of_other_arithmetic_are_left_out(compare, forms, variant, code)
     assert (entry.status, [note.code for note in entry.notes]) == ("residual_only", [code])
 
 
-def build_stack(network, layers, all_reduce="plugin", **config):
+def build_stack(network, layers, all_reduce="plugin", coefficients="native", **config):
     from trtllm_mhc.models.deepseek_v41.config import DeepseekV41Config
     from trtllm_mhc.models.deepseek_v41.stack import build_boundary_stack
     from trtllm_mhc.models.deepseek_v41.weights import ModelWeights
@@ -287,7 +287,8 @@ def build_stack(network, layers, all_reduce="plugin", **config):
 
     config = DeepseekV41Config(num_hidden_layers=layers, **config)
     spec = CommunicatorSpec(2, all_reduce=all_reduce)
-    return build_boundary_stack(network, config, ModelWeights(config), spec, rank=0, sublayers="none")
+    weights = ModelWeights(config)
+    return build_boundary_stack(network, config, weights, spec, rank=0, sublayers="none", coefficients=coefficients)
 
 
 @pytest.mark.parametrize("all_reduce", ["plugin", "dist_collective"])
@@ -310,6 +311,19 @@ def test_stack(trt, forms, network, fuse, all_reduce):
     assert forms.snapshot(network) == before
     assert (again.found, again.already_fused) == ((), 80)
     assert again.exit_code(require=80) == 0
+
+
+def test_stack_with_plugin_coefficients(trt, forms, network, fuse):
+    from trtllm_mhc.network import plugins
+
+    build_stack(network, 40, coefficients="plugin")
+    report = fuse(network)
+    assert (len(report.found), report.full, report.residual_only) == (80, 77, 3)
+    live = [layer for layer in forms.live_layers(network) if layer.type == trt.LayerType.PLUGIN_V3]
+    count = {name: sum(plugins.is_plugin_layer(layer, name) for layer in live) for name in plugins.PLUGINS}
+    assert count == {"MhcBoundary": 80, "MhcAllReduce": 0, "MhcCoefficients": 80}
+    again = fuse(network)
+    assert (again.found, again.already_fused) == ((), 80)
 
 
 def test_reports_of_equal_networks_are_equal(networks, fuse):

@@ -328,8 +328,9 @@ def test_newly_computed_pre(writer, refused):
     assert "V4" in report.found[0].reasons[0].what
 
 
-def test_newly_computed_pre_of_the_real_coefficients(trt, network, writer, refused):
-    from trtllm_mhc.network import functional
+@pytest.mark.parametrize("coefficients", ["native", "plugin"])
+def test_newly_computed_pre_of_the_real_coefficients(trt, network, writer, refused, coefficients):
+    from trtllm_mhc.network import functional, plugins
 
     w = writer()
     rng = np.random.default_rng(0)
@@ -338,7 +339,10 @@ def test_newly_computed_pre_of_the_real_coefficients(trt, network, writer, refus
 
     def new_pre(streams):
         ones = np.ones(24, np.float32)
-        return functional.mhc_coefficients(network, streams, fn, ones[:3], ones, **eps)[2]
+        weights = fn, ones[:3], ones
+        if coefficients == "native":
+            return functional.mhc_coefficients(network, streams, *weights, **eps)[2]
+        return plugins.add_coefficients(network, streams, *(functional.constant(network, w) for w in weights), **eps)[2]
 
     streams, layer_input = entry_of(w, w.inputs(), pre=new_pre)
     w.output(streams=streams, layer_input=layer_input)
