@@ -22,8 +22,8 @@ HC = 4
 NAMES = ("post", "comb", "pre")
 SETTINGS: dict[str, Any] = {"rms_norm_eps": 1e-20, "hc_eps": 1e-6, "post_alpha": 2.0, "sinkhorn_iters": 20}
 
-# Largest distances, in ulps, from the float64 result rounded to float32: twice what reference.coefficients_float32, which
-# has the kernel's sums and a perfect exp, has over these inputs (8, 31, 8 and 31, 88, 35). The distance grows with the
+# Largest distances, in ulps, from the float64 result rounded to float32: twice what reference.coefficients_float32 has
+# over these inputs (8, 31, 8 and 31, 88, 35), which is the kernel's arithmetic but for exp. The distance grows with the
 # logits: one of size L has an error of L ulps of 1 from its roundings, which moves a mix by as much, relatively, and a
 # residual mix by that of several logits. A lost term of the sums, TF32 or a fast exp would be hundreds to millions.
 BOUNDS = {
