@@ -23,15 +23,18 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import tensorrt as trt
+from polygraphy import cuda as polygraphy_cuda
 from polygraphy.backend.base import BaseRunner
 from polygraphy.backend.trt import TrtRunner
 from polygraphy.common import TensorMetadata
+from polygraphy.cuda import DeviceView
 
 from trtllm_mhc import plugin_control
 from trtllm_mhc.integrations.polygraphy.cuda_runtime import expose_cuda_runtime
 from trtllm_mhc.network.layers import numpy_dtype
 from trtllm_mhc.runtime.build import EngineError, ErrorRecorder, Plan, explain, logger
 from trtllm_mhc.runtime.communicator import Communicator
+from trtllm_mhc.runtime.cuda import DeviceArray
 from trtllm_mhc.runtime.engine import Feeds, Outputs
 from trtllm_mhc.runtime.library import MailboxError
 from trtllm_mhc.runtime.threads import ThreadGroup
@@ -169,6 +172,8 @@ class GroupRunner(BaseRunner):  # type: ignore[misc]
 class _Rank:
     runner: Any
     dtypes: dict[str, np.dtype[Any]]
+    inputs: dict[str, DeviceArray] = field(default_factory=dict)
+    feed: dict[str, Any] = field(default_factory=dict)
     warm: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
 
 
@@ -206,6 +211,7 @@ class TrtRanks:
         self._lane = lane
         self._timeout_s = timeout_s
         expose_cuda_runtime()
+        polygraphy_cuda.wrapper()  # made once, before the ranks' threads ask for it
         self._ranks = group.run(self._activate, timeout_s=timeout_s)
 
     def run(self, feeds: Sequence[Feeds]) -> list[Outputs]:
@@ -215,8 +221,9 @@ class TrtRanks:
             MailboxError: a plugin's kernel gave up.
             PolygraphyException: Polygraphy or TensorRT refused.
         """
-        self._group.run(lambda index: self._warm_up(index, feeds[index]), timeout_s=self._timeout_s)
-        return self._group.run(lambda index: self._infer(index, feeds[index]), timeout_s=self._timeout_s)
+        # All that may make the driver wait (memory, copies, kernels to load) comes before any rank waits for another.
+        self._group.run(lambda index: self._prepare(index, feeds[index]), timeout_s=self._timeout_s)
+        return self._group.run(self._infer, timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """Deactivates the runners. Later calls do nothing."""
@@ -247,32 +254,49 @@ class TrtRanks:
         names = [engine.get_tensor_name(number) for number in range(engine.num_io_tensors)]
         return _Rank(runner, {name: numpy_dtype(engine.get_tensor_dtype(name)) for name in names})
 
-    def _warm_up(self, index: int, feeds: Feeds) -> None:
-        """Loads kernels for new shapes while nobody waits for anybody."""
-        rank = self._ranks[index]
-        signature = tuple(array.shape for array in feeds.values())
-        if signature not in rank.warm:
-            with plugin_control.warmup():
-                self._infer(index, feeds)
-            rank.warm.add(signature)
-
-    def _infer(self, index: int, feeds: Feeds) -> Outputs:
+    def _prepare(self, index: int, feeds: Feeds) -> None:
         rank = self._ranks[index]
         for name, array in feeds.items():
             if array.dtype != rank.dtypes.get(name):
                 raise ValueError(
                     f"input {name!r}: expected {rank.dtypes.get(name, 'no such input')}, got {array.dtype}"
                 )
-        # As bytes, because Polygraphy knows no numpy array of bf16; hence it is not asked to check them.
-        raw = {name: np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}") for name, array in feeds.items()}
-        outputs = rank.runner.infer(raw, check_inputs=False, return_raw_buffers=True)
+            held = rank.inputs.get(name)
+            if held is None or held.size < array.size:
+                held = rank.inputs[name] = DeviceArray(array.shape, array.dtype)
+            held.view(array.shape).copy_from(array)
+            # A type that Polygraphy and numpy share; the engine knows what the bytes are.
+            rank.feed[name] = DeviceView(held.pointer, array.shape, np.dtype(f"u{array.dtype.itemsize}"))
+        signature = tuple(array.shape for array in feeds.values())
+        if signature not in rank.warm:
+            with plugin_control.warmup():
+                self._enqueue(rank)
+            rank.warm.add(signature)
+
+    def _infer(self, index: int) -> Outputs:
+        rank = self._ranks[index]
+        views = self._enqueue(rank)
         record = self._communicators[index].status(self._lane)
         if record is not None:
             raise MailboxError(f"rank {index}, lane {self._lane}", record)
-        return {
-            name: np.array(np.asarray(made.array).view(np.uint8).view(rank.dtypes[name]).reshape(tuple(made.shape)))
-            for name, made in outputs.items()
-        }
+        stream = rank.runner.stream
+        outputs = {}
+        for name, view in views.items():
+            array = np.empty(tuple(view.shape), rank.dtypes[name])
+            kind = polygraphy_cuda.MemcpyKind.DeviceToHost
+            polygraphy_cuda.wrapper().memcpy(array.ctypes.data, view.ptr, array.nbytes, kind, stream.ptr)
+            outputs[name] = array
+        stream.synchronize()
+        return outputs
+
+    @staticmethod
+    def _enqueue(rank: _Rank) -> Any:
+        """One pass; outputs stay on the device.
+
+        Copied by the runner itself they would come from pageable memory right behind kernels that wait for a peer: the
+        driver then keeps that peer from launching, and neither goes on.
+        """
+        return rank.runner.infer(rank.feed, check_inputs=False, copy_outputs_to_host=False)
 
 
 def _narrow(array: Array, dtype: np.dtype[Any]) -> Array:

@@ -54,6 +54,12 @@ def test_right_networks_pass(no_gpu: None, trt: Any, tmp_path: Path) -> None:
     assert "No engine was built: this machine has no usable GPU" in text
 
 
+def test_the_form_that_engines_are_built_of_passes(no_gpu: None, tmp_path: Path) -> None:
+    code, record, text = verify(VerifyOptions(**SMALL, coefficients="plugin"), tmp_path)
+    assert code == EXIT_HOLDS, text
+    assert record["coefficients"] == "plugin"
+
+
 @pytest.mark.parametrize("name", ["swapped rank", "wrong eps", "corrupted weight"])
 def test_planted_errors_are_found_and_named(name: str, no_gpu: None) -> None:
     from planted_errors import PLANTED, a_right_stack, found
