@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtllm_mhc.network import layers
 from trtllm_mhc.rewrite.graph import Graph, Node, Value
+from trtllm_mhc.rewrite.tensorrt_graph import TensorRTGraph
 
 
 def neighbourhood_dot(network: Any, layer_name: str, radius: int = 4) -> str:
     """The layers within ``radius`` tensors of a layer, for looking at a boundary that was refused.
 
     Args:
-        network: an ``INetworkDefinition`` with its outputs marked.
+        network: an ``INetworkDefinition`` with its outputs marked, or the `Graph` of any network.
         layer_name: for example the ``all_reduce`` of a report's entry.
         radius: how many tensors to follow, in both directions.
 
@@ -23,7 +23,7 @@ def neighbourhood_dot(network: Any, layer_name: str, radius: int = 4) -> str:
     Raises:
         ValueError: the network has no such layer, or no outputs.
     """
-    graph = Graph(network)
+    graph = network if isinstance(network, Graph) else TensorRTGraph(network)
     start = next((node for node in graph.nodes if node.name == layer_name), None)
     if start is None:
         raise ValueError(f"neighbourhood_dot: expected the name of a layer of the network, got {layer_name!r}")
@@ -31,7 +31,7 @@ def neighbourhood_dot(network: Any, layer_name: str, radius: int = 4) -> str:
     lines = ["digraph boundary {", "  node [shape=box, fontname=monospace];"]
     for node in sorted(near, key=lambda node: node.index):
         style = "bold" if node is start else "solid" if node.live else "dashed"
-        text = f"{layers.layer_type(node.layer).name}\\n{_escape(node.name)}"
+        text = f"{node.kind}\\n{_escape(node.name)}"
         lines.append(f'  l{node.index} [label="{text}", style={style}];')
         for output in node.outputs:
             lines += [
@@ -58,7 +58,7 @@ def _within(start: Node, radius: int) -> set[Node]:
 
 
 def _label(value: Value) -> str:
-    return f'label="{value.dtype.name} {list(value.shape)}"'
+    return f'label="{value.dtype.name if value.dtype is not None else "?"} {list(value.shape)}"'
 
 
 def _escape(text: str) -> str:

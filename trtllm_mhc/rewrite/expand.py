@@ -177,20 +177,19 @@ class _Expander:
         return [x.times(y) for x in self.wide(a, index_a) for y in self.wide(b, index_b)]
 
     def _reduce(self, node: Node, index: Index) -> list[Term] | None:
-        value, layer = node.operands[0], node.layer
-        reduced = [axis for axis in range(len(value.shape)) if layer.axes >> axis & 1]
+        value, reduced = node.operands[0], node.reduced_axes
         sizes = [value.shape[axis] for axis in reduced]
         if len(reduced) != 1 or not 0 < sizes[0] <= MAX_STREAMS:
             return None
         axis, size = reduced[0], sizes[0]
-        rest = index[axis + 1 :] if layer.keep_dims else index[axis:]
+        rest = index[axis + 1 :] if node.keeps_axes else index[axis:]
         scale = 1.0 / size if node.op is Op.MEAN else 1.0
         terms = [term for k in range(size) for term in self.wide(value, (*index[:axis], k, *rest), summand=True)]
         return [Term(term.scale * scale, term.factors) for term in terms]
 
     def _matmul(self, node: Node, index: Index) -> list[Term] | None:
         a, b = node.operands
-        op_a, op_b = node.layer.op0.name, node.layer.op1.name
+        op_a, op_b = node.matrix_operations
         tail = 2 - (op_a == "VECTOR") - (op_b == "VECTOR")
         batch, last = index[: len(index) - tail], list(index[len(index) - tail :])
         row = None if op_a == "VECTOR" else last.pop(0)
@@ -209,7 +208,7 @@ class _Expander:
         return terms
 
     def _einsum(self, node: Node, index: Index) -> list[Term] | None:
-        equation = node.layer.equation.replace(" ", "")
+        equation = node.equation.replace(" ", "")
         if "->" not in equation or "." in equation:
             return None
         inputs, output = equation.split("->")

@@ -10,11 +10,12 @@ import numpy as np
 
 from trtllm_mhc.network import layers, plugins
 from trtllm_mhc.network.ops import cast, constant
-from trtllm_mhc.rewrite.graph import Graph, Value
-from trtllm_mhc.rewrite.legality import lead_source, plan_boundaries
-from trtllm_mhc.rewrite.match import find_boundaries
+from trtllm_mhc.rewrite.analysis import analyse
+from trtllm_mhc.rewrite.graph import Value
+from trtllm_mhc.rewrite.legality import lead_source
 from trtllm_mhc.rewrite.plan import FuseOptions, Plan
-from trtllm_mhc.rewrite.report import BoundaryEntry, Report
+from trtllm_mhc.rewrite.report import Report
+from trtllm_mhc.rewrite.tensorrt_graph import TensorRTGraph
 
 
 @dataclass(frozen=True)
@@ -43,26 +44,10 @@ def fuse_boundaries(network: Any, options: FuseOptions | None = None) -> Report:
         ValueError: the network has no outputs.
         RuntimeError: TensorRT refused a layer that should have been legal; the network computes what it did before.
     """
-    options = options or FuseOptions()
-    graph = Graph(network)
-    boundaries, others = find_boundaries(graph)
-    plans = plan_boundaries(graph, boundaries, others, options)
-    names = _names(graph, len(plans))
-    fused = [(name, plan) for name, plan in zip(names, plans, strict=True) if plan.status != "refused"]
-    _rewire(graph, _add_layers(network, fused))
-    return Report(
-        found=tuple(_entry(name, plan) for name, plan in zip(names, plans, strict=True)),
-        other_all_reduces=tuple(each.node.name for each in others if each.form != "MhcBoundary"),
-        already_fused=sum(each.form == "MhcBoundary" for each in others),
-    )
-
-
-def _names(graph: Graph, count: int) -> list[str]:
-    """Names for the boundaries in order, not taken by layers of the network."""
-    taken = {node.name for node in graph.nodes}
-    numbers = (f"mhc_boundary_{k}" for k in range(count + len(taken)))
-    free = (name for name in numbers if name not in taken)
-    return [next(free) for _ in range(count)]
+    graph = TensorRTGraph(network)
+    analysis = analyse(graph, options or FuseOptions())
+    _rewire(graph, _add_layers(network, analysis.fused))
+    return analysis.report()
 
 
 def _add_layers(network: Any, fused: list[tuple[str, Plan]]) -> list[_Replacement]:
@@ -156,7 +141,7 @@ class _Adapter:
         return layer
 
 
-def _rewire(graph: Graph, replacements: list[_Replacement]) -> None:
+def _rewire(graph: TensorRTGraph, replacements: list[_Replacement]) -> None:
     """Let everything that reads an old tensor read the new one, network outputs included."""
     for replacement in replacements:
         for node, slot in replacement.old.consumers:
@@ -189,22 +174,3 @@ def _swap_outputs(network: Any, outputs: dict[Any, Any]) -> None:
         # Set at all, even to what it is, TensorRT 10.6 refuses it for bfloat16.
         if new is not tensor and new.allowed_formats != formats:
             new.allowed_formats = formats
-
-
-def _entry(name: str, plan: Plan) -> BoundaryEntry:
-    boundary, post = plan.boundary, plan.boundary.post
-    norm = plan.norm or boundary.norm
-    return BoundaryEntry(
-        name=name,
-        status=plan.status,
-        all_reduce=boundary.all_reduce.node.name,
-        form=boundary.all_reduce.form,
-        streams=post.streams.name,
-        layer_input=None if norm is None else norm.layer_input.name,
-        hidden=post.streams.shape[-1],
-        hc=post.hc,
-        tp_size=plan.tp_size,
-        reasons=tuple(plan.reasons),
-        notes=tuple(plan.notes),
-        exactness=() if plan.status == "refused" else tuple(plan.exactness),
-    )

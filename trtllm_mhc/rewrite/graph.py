@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A read-only view of a TensorRT network: who makes a tensor, who reads it, and what each layer computes.
+"""A read-only view of a network: who makes a tensor, who reads it, and what each layer computes.
 
-``INetworkDefinition`` can only be asked for a layer's inputs, so following a tensor to its consumers means scanning all
-layers. `Graph` does that once. Tensors are compared by identity: the view keeps every ``ITensor`` object alive, and
-the bindings hand out one object per tensor as long as it lives.
+The patterns know only this view. `trtllm_mhc.rewrite.tensorrt_graph` makes it of a TensorRT network and
+`trtllm_mhc.rewrite.onnx` of an ONNX model. Both speak of dtypes as ``tensorrt.DataType`` and of layers by the names of
+``tensorrt.LayerType``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -18,12 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorrt as trt
 
-from trtllm_mhc.network import layers
-
 Array = npt.NDArray[Any]
-
-#: Constants with more elements than this are weights, whose values no pattern needs.
-_MAX_CONSTANT = 64
 
 
 class Op(Enum):
@@ -54,36 +49,40 @@ class Op(Enum):
     OTHER = auto()
 
 
-_LAYER_OPS = {
-    "CAST": Op.CAST,
-    "IDENTITY": Op.IDENTITY,
-    "EINSUM": Op.EINSUM,
-    "MATRIX_MULTIPLY": Op.MATMUL,
-    "SHUFFLE": Op.RESHAPE,
-    "SQUEEZE": Op.RESHAPE,
-    "UNSQUEEZE": Op.RESHAPE,
-    "SLICE": Op.SLICE,
-    "GATHER": Op.GATHER,
-    "CONCATENATION": Op.CONCAT,
-    "CONSTANT": Op.CONSTANT,
-    "NORMALIZATION": Op.NORMALIZATION,
-    "PLUGIN_V2": Op.PLUGIN_V2,
-    "PLUGIN_V3": Op.PLUGIN_V3,
-    "DIST_COLLECTIVE": Op.DIST_COLLECTIVE,
-}
-_ELEMENTWISE_OPS = {"SUM": Op.ADD, "SUB": Op.SUB, "PROD": Op.MUL, "DIV": Op.DIV, "POW": Op.POW}
-_UNARY_OPS = {"SQRT": Op.SQRT, "RECIP": Op.RECIP}
-_REDUCE_OPS = {"SUM": Op.SUM, "AVG": Op.MEAN}
+@dataclass(frozen=True)
+class Size:
+    """The dynamic size of ``value`` along ``axis``."""
+
+    value: Value
+    axis: int
+
+
+#: An integer of a shape or an index: a number, a tensor's size, or unknown.
+Known = int | Size | None
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """What a layer of `Op.SLICE` picks: ``start[k] + i * stride[k]`` for ``i < size[k]`` along ``axes[k]``.
+
+    Axes that are not named are copied. ``size`` is None where nothing is known of it.
+    """
+
+    axes: Sequence[int]
+    start: Sequence[Known]
+    stride: Sequence[Known]
+    size: Sequence[Known] | None = None
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the network.
+    """A tensor of the network; each kind of network has a subclass.
 
     Attributes:
-        tensor: the ``ITensor``.
+        tensor: what it is in the network: an ``ITensor`` or an ONNX value.
         producer: the layer that makes it; None for a network input.
         consumers: layers that read it, with the input's position, in network order.
+        is_debug: whether TensorRT keeps it for a debugger.
     """
 
     tensor: Any
@@ -94,17 +93,22 @@ class Value:
     @property
     def name(self) -> str:
         """The tensor's name, unique in its network."""
-        return str(self.tensor.name)
+        raise NotImplementedError
 
-    @cached_property
+    @property
     def dtype(self) -> Any:
-        """The ``trt.DataType``."""
-        return self.tensor.dtype
+        """The ``trt.DataType``; None if unknown."""
+        raise NotImplementedError
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes, -1 where dynamic. Empty also for a tensor whose rank TensorRT does not know."""
-        return layers.tensor_shape(self.tensor) or ()
+        """Sizes, -1 where dynamic. Empty also for a tensor whose rank is not known."""
+        raise NotImplementedError
+
+    @property
+    def is_output(self) -> bool:
+        """Whether the network returns it."""
+        raise NotImplementedError
 
     @cached_property
     def constant(self) -> Array | None:
@@ -116,20 +120,12 @@ class Value:
             node = node.operands[0].producer
         if node is None or node.op is not Op.CONSTANT or -1 in self.shape:
             return None
-        if np.prod(node.output.shape, dtype=np.int64) > _MAX_CONSTANT:
+        elements = node.elements()
+        if elements is None:
             return None
-        try:
-            elements = layers.constant_array(node.layer)
-        except (NotImplementedError, RuntimeError):
-            return None  # an element type of no interest here
         if self.dtype == trt.float32:
             elements = elements.astype(np.float32)
         return elements.reshape(self.shape)
-
-    @property
-    def is_output(self) -> bool:
-        """Whether the network returns it."""
-        return bool(self.tensor.is_network_output)
 
     def live_consumers(self) -> Iterator[tuple[Node, int]]:
         """The consumers that something depends on."""
@@ -138,11 +134,11 @@ class Value:
 
 @dataclass(eq=False)
 class Node:
-    """A layer of the network.
+    """A layer of the network; each kind of network has a subclass.
 
     Attributes:
         index: position in the network.
-        layer: the layer, with the class of its type.
+        layer: what it is in the network: an ``ILayer`` with the class of its type, or an ONNX node.
         inputs: its input tensors; None where an optional one is absent.
         outputs: its output tensors.
         live: whether a network output, a debug tensor or a layer without outputs depends on it.
@@ -157,79 +153,138 @@ class Node:
     depth: int = -1
 
     @property
-    def name(self) -> str:
-        """The layer's name, unique in its network."""
-        return str(self.layer.name)
-
-    @property
     def output(self) -> Value:
         """The first output."""
         return self.outputs[0]
-
-    @cached_property
-    def op(self) -> Op:
-        """What the layer computes."""
-        kind = layers.layer_type(self.layer).name
-        if kind == "ELEMENTWISE":
-            return _ELEMENTWISE_OPS.get(self.layer.op.name, Op.OTHER)
-        if kind == "UNARY":
-            return _UNARY_OPS.get(self.layer.op.name, Op.OTHER)
-        if kind == "REDUCE":
-            return _REDUCE_OPS.get(self.layer.op.name, Op.OTHER)
-        return _LAYER_OPS.get(kind, Op.OTHER)
-
-    @cached_property
-    def transposes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The permutations of a layer of `Op.RESHAPE` before and after its reshape."""
-        first, second = tuple(range(len(self.operands[0].shape))), tuple(range(len(self.output.shape)))
-        if layers.layer_type(self.layer) == trt.LayerType.SHUFFLE:
-            first = tuple(self.layer.first_transpose)[: len(first)]
-            second = tuple(self.layer.second_transpose)[: len(second)]
-        return first, second
 
     @property
     def operands(self) -> tuple[Value, ...]:
         """The inputs that are there."""
         return tuple(value for value in self.inputs if value is not None)
 
+    @property
+    def name(self) -> str:
+        """The layer's name, unique in its network."""
+        raise NotImplementedError
 
-class Graph:
-    """The layers and tensors of ``network`` as they are now.
+    @property
+    def op(self) -> Op:
+        """What the layer computes."""
+        raise NotImplementedError
 
-    Raises:
-        ValueError: the network has no outputs, so nothing in it is needed by anything; or it is weakly typed, so that
-            TensorRT may round where the network does not say so.
+    @property
+    def kind(self) -> str:
+        """The name of its type, for people."""
+        raise NotImplementedError
+
+    # What layers of one op have; not to be asked of others.
+
+    def elements(self) -> Array | None:
+        """The elements of an `Op.CONSTANT`; None if they are many, or of a type of no interest."""
+        raise NotImplementedError
+
+    @property
+    def transposes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The permutations of an `Op.RESHAPE` before and after its reshape."""
+        raise NotImplementedError
+
+    @property
+    def reduced_axes(self) -> tuple[int, ...]:
+        """The axes that an `Op.SUM` or `Op.MEAN` takes together."""
+        raise NotImplementedError
+
+    @property
+    def keeps_axes(self) -> bool:
+        """Whether a reduction leaves axes of size 1."""
+        raise NotImplementedError
+
+    @property
+    def matrix_operations(self) -> tuple[str, str]:
+        """Of an `Op.MATMUL`, for each operand ``"NONE"``, ``"TRANSPOSE"`` or ``"VECTOR"``."""
+        raise NotImplementedError
+
+    @property
+    def equation(self) -> str:
+        """The equation of an `Op.EINSUM`."""
+        raise NotImplementedError
+
+    @property
+    def slicing(self) -> Slicing | None:
+        """What an `Op.SLICE` picks; None if that cannot be told."""
+        raise NotImplementedError
+
+    @property
+    def gather_axis(self) -> int | None:
+        """The axis of an `Op.GATHER`, 0 or more; None if it is not the simple kind."""
+        raise NotImplementedError
+
+    @property
+    def concat_axis(self) -> int:
+        """The axis of an `Op.CONCAT`, 0 or more."""
+        raise NotImplementedError
+
+    @property
+    def epsilon(self) -> float:
+        """The epsilon of an `Op.NORMALIZATION`."""
+        raise NotImplementedError
+
+    def all_reduce(self) -> AllReduce | None:
+        """The all-reduce that the layer is, or may be: a collective that does not say what it does counts."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """A layer that sums over the ranks.
+
+    Attributes:
+        node: the layer.
+        form: ``"MhcAllReduce"``, ``"DistCollective"``, ``"AllReduce"`` (TensorRT-LLM's plugin); or ``"MhcBoundary"``
+            for a layer that does more than that.
+        tp_size: ranks in its group; None where the layer does not tell.
+        rank: this engine's index in the group; -1 where that is known at run time only.
+        group: world ranks; None where the layer does not tell.
+        is_labelled: whether a DIST_COLLECTIVE layer says that it is an all-reduce; so in the other forms.
     """
 
-    def __init__(self, network: Any) -> None:
-        if network.num_outputs == 0:
-            raise ValueError("fuse_boundaries: the network has no outputs; mark its outputs before rewriting it")
-        if not _is_strongly_typed(network):
-            raise ValueError("fuse_boundaries: expected a strongly typed network, got a weakly typed one")
-        self.network = network
-        self.nodes: list[Node] = []
-        self._values: dict[Any, Value] = {}
-        for index in range(network.num_layers):
-            layer = layers.downcast(network.get_layer(index))
-            node = Node(index, layer)
-            node.outputs = tuple(self._value(layer.get_output(k)) for k in range(layer.num_outputs))
-            tensors = [layer.get_input(k) for k in range(layer.num_inputs)]
-            node.inputs = tuple(None if tensor is None else self._value(tensor) for tensor in tensors)
+    node: Node
+    form: str
+    tp_size: int | None
+    rank: int = -1
+    group: tuple[int, ...] | None = None
+    is_labelled: bool = True
+
+    @property
+    def partial(self) -> Value:
+        """This rank's summand."""
+        return self.node.operands[0]
+
+    @property
+    def reduced(self) -> Value:
+        """The sum."""
+        return self.node.output
+
+
+class Graph:
+    """The layers and tensors of a network as they are now.
+
+    Args:
+        nodes: the layers in network order, joined to their tensors.
+        values: the tensors.
+        outputs: the network's outputs in order.
+    """
+
+    def __init__(self, nodes: list[Node], values: Iterable[Value], outputs: list[Value]) -> None:
+        self.nodes = nodes
+        self.outputs = outputs
+        for node in nodes:
             for output in node.outputs:
                 output.producer = node
             for slot, value in enumerate(node.inputs):
                 if value is not None:
                     value.consumers.append((node, slot))
-            self.nodes.append(node)
-        for value in self._values.values():
-            value.is_debug = network.is_debug_tensor(value.tensor)
-        self._mark_live()
+        self._mark_live([value for value in values if value.is_debug])
         self._measure_depth()
-
-    @property
-    def outputs(self) -> list[Value]:
-        """The network's outputs in order."""
-        return [self._value(self.network.get_output(k)) for k in range(self.network.num_outputs)]
 
     def depends_on(self, value: Value, ancestor: Node) -> bool:
         """Whether ``value`` is computed from an output of ``ancestor``.
@@ -247,14 +302,7 @@ class Graph:
                 stack.extend(operand.producer for operand in node.operands)
         return False
 
-    def _value(self, tensor: Any) -> Value:
-        value = self._values.get(tensor)
-        if value is None:
-            value = self._values[tensor] = Value(tensor)
-        return value
-
-    def _mark_live(self) -> None:
-        debug = [value for value in self._values.values() if value.is_debug]
+    def _mark_live(self, debug: list[Value]) -> None:
         stack = [value.producer for value in [*self.outputs, *debug]]
         stack += [node for node in self.nodes if not node.outputs]
         while stack:
@@ -279,22 +327,6 @@ class Graph:
         for node, count in missing.items():
             if count:
                 node.depth = len(self.nodes)
-
-
-def _is_strongly_typed(network: Any) -> bool:
-    """Always so in TensorRT 11, which has no flag for it or ignores it."""
-    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    return flag is None or int(trt.__version__.split(".")[0]) >= 11 or bool(network.get_flag(flag))
-
-
-def dims(value: Any) -> tuple[int, ...] | None:
-    """A ``trt.Dims`` as a tuple; None where it is not set, which in the bindings of TensorRT 10 is a length of -1."""
-    if value is None:
-        return None
-    try:
-        return tuple(value)
-    except ValueError:
-        return None
 
 
 def scalar_constant(value: Value) -> float | None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtllm_mhc.rewrite.graph import Node, Op, Value, dims
-from trtllm_mhc.rewrite.shapes import Known, Size, elements
+from trtllm_mhc.rewrite.graph import Node, Op, Size, Value
 
 
 @dataclass(frozen=True)
@@ -122,47 +121,29 @@ def _reshape(node: Node, index: Index) -> Index | None:
 
 
 def _slice(node: Node, index: Index) -> Index | None:
-    layer = node.layer
-    if layer.mode.name not in ("STRICT_BOUNDS", "DEFAULT"):
+    slicing = node.slicing
+    if slicing is None:
         return None
     into, out = node.operands[0], node.output
-    axes = _argument(node, 4, layer.axes) or list(range(len(index)))
-    start, size, stride = (
-        _argument(node, 1, layer.start),
-        _argument(node, 2, layer.shape),
-        _argument(node, 3, layer.stride),
-    )
-    if start is None or stride is None or not all(isinstance(axis, int) for axis in axes):
-        return None
     result = list(index)
-    for position, axis in enumerate(each for each in axes if isinstance(each, int)):
-        at, begin, step = index[axis], start[position], stride[position]
+    for position, axis in enumerate(slicing.axes):
+        at, begin, step = index[axis], slicing.start[position], slicing.stride[position]
         if not isinstance(begin, int) or not isinstance(step, int):
             return None
         if isinstance(at, int):
             result[axis] = begin + at * step
             continue
-        whole = out.shape[axis] == into.shape[axis] >= 0 or (size is not None and size[position] == Size(into, axis))
+        size = None if slicing.size is None else slicing.size[position]
+        whole = out.shape[axis] == into.shape[axis] >= 0 or size == Size(into, axis)
         if (begin, step) != (0, 1) or not whole:
             return None
     return tuple(result)
 
 
-def _argument(node: Node, slot: int, static: object) -> list[Known] | None:
-    """Start, size, stride or axes of a slice: from an input tensor if there is one, else from the layer."""
-    tensor = node.inputs[slot] if slot < len(node.inputs) else None
-    if tensor is not None:
-        return elements(tensor)
-    found = dims(static)
-    return None if found is None else list(found)
-
-
 def _gather(node: Node, index: Index) -> Index | None:
-    layer = node.layer
-    picked = node.operands[1].constant
-    if layer.mode.name != "DEFAULT" or layer.num_elementwise_dims or picked is None or picked.ndim > 1:
+    picked, axis = node.operands[1].constant, node.gather_axis
+    if axis is None or picked is None or picked.ndim > 1:
         return None
-    axis = layer.axis % len(node.operands[0].shape)
     if picked.ndim == 0:
         chosen = int(picked)
         return (*index[:axis], _wrap(chosen, node, axis), *index[axis:])
@@ -177,7 +158,7 @@ def _wrap(chosen: int, node: Node, axis: int) -> int:
 
 
 def _concat(node: Node, index: Index) -> tuple[Value, Index] | None:
-    axis = node.layer.axis
+    axis = node.concat_axis
     at = index[axis]
     if not isinstance(at, int):
         return None

@@ -14,8 +14,8 @@ import tensorrt as trt
 
 from trtllm_mhc.network import plugins
 from trtllm_mhc.reference.compare import agreement_factor
-from trtllm_mhc.rewrite.graph import Graph, Node, Value
-from trtllm_mhc.rewrite.match import AllReduce, Boundary, Collapse
+from trtllm_mhc.rewrite.graph import AllReduce, Graph, Node, Value
+from trtllm_mhc.rewrite.match import Boundary, Collapse
 from trtllm_mhc.rewrite.norm import Norm
 from trtllm_mhc.rewrite.ordering import refuse_cycles, refuse_unordered
 from trtllm_mhc.rewrite.plan import FuseOptions, Plan
@@ -54,7 +54,7 @@ def _check_communicator(all_reduce: AllReduce, plan: Plan, options: FuseOptions)
     name = all_reduce.node.name
     if (
         all_reduce.form == "DistCollective"
-        and all_reduce.collective is None
+        and not all_reduce.is_labelled
         and options.unlabelled_collectives == "refuse"
     ):
         yield Reason(

@@ -13,47 +13,13 @@ from typing import TypeVar
 
 import tensorrt as trt
 
-from trtllm_mhc.network import plugins
-from trtllm_mhc.network.collectives import Collective, read_collective
 from trtllm_mhc.rewrite.expand import MAX_STREAMS, Expansion, Factor, Term, expand
-from trtllm_mhc.rewrite.graph import Graph, Node, Op, Value
+from trtllm_mhc.rewrite.graph import AllReduce, Graph, Node, Value
 from trtllm_mhc.rewrite.indexing import HIDDEN, Axis, is_element, rows
 from trtllm_mhc.rewrite.norm import Norm, match_norm
 from trtllm_mhc.rewrite.reach import Reach
 
 _Key = TypeVar("_Key")
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """A layer that sums over the ranks.
-
-    Attributes:
-        node: the layer.
-        form: ``"MhcAllReduce"``, ``"DistCollective"``, ``"AllReduce"`` (TensorRT-LLM's plugin); or ``"MhcBoundary"``
-            for a layer that does more than that.
-        tp_size: ranks in its group; None where the layer does not tell.
-        rank: this engine's index in the group; -1 where that is known at run time only.
-        group: world ranks; None where the layer does not tell.
-        collective: what a DIST_COLLECTIVE layer says it does; None for the other forms, or if it says nothing.
-    """
-
-    node: Node
-    form: str
-    tp_size: int | None
-    rank: int = -1
-    group: tuple[int, ...] | None = None
-    collective: Collective | None = None
-
-    @property
-    def partial(self) -> Value:
-        """This rank's summand."""
-        return self.node.operands[0]
-
-    @property
-    def reduced(self) -> Value:
-        """The sum."""
-        return self.node.output
 
 
 @dataclass(frozen=True)
@@ -116,7 +82,7 @@ def find_boundaries(graph: Graph) -> tuple[list[Boundary], list[AllReduce]]:
     """The boundaries that outputs depend on, by depth; and the layers that sum over ranks outside of them."""
     found, others = [], []
     for node in graph.nodes:
-        all_reduce = match_all_reduce(node) if node.live else None
+        all_reduce = node.all_reduce() if node.live else None
         if all_reduce is None:
             continue
         posts = match_posts(all_reduce.reduced) if all_reduce.form != "MhcBoundary" else []
@@ -128,36 +94,6 @@ def find_boundaries(graph: Graph) -> tuple[list[Boundary], list[AllReduce]]:
         found.append(boundary)
     found.sort(key=lambda b: (b.all_reduce.node.depth, b.all_reduce.node.index))
     return found, others
-
-
-def match_all_reduce(node: Node) -> AllReduce | None:
-    """The all-reduce that ``node`` is, or may be: a collective that does not say what it does counts."""
-    if node.op is Op.PLUGIN_V3:
-        names = (plugins.ALL_REDUCE, plugins.BOUNDARY)
-        name = next((name for name in names if plugins.is_plugin_layer(node.layer, name)), None)
-        if name is None:
-            return None
-        fields = plugins.read_fields(node.layer)
-        group = tuple(fields["group"]) or tuple(range(fields["tp_size"]))
-        return AllReduce(node, name, fields["tp_size"], fields["rank"], group)
-    if node.op is Op.PLUGIN_V2:
-        # The plugin's attributes are unreadable here; one output means that nothing is fused into it already, and the
-        # second input is its workspace.
-        plugin = node.layer.plugin
-        if (plugin.plugin_type, plugin.plugin_namespace) != ("AllReduce", "tensorrt_llm"):
-            return None
-        if len(node.outputs) != 1 or len(node.operands) not in (1, 2):
-            return None
-        return AllReduce(node, "AllReduce", None)
-    if node.op is Op.DIST_COLLECTIVE:
-        collective = read_collective(node.layer)
-        if collective is not None and not collective.is_all_reduce_sum:
-            return None
-        ranks = int(node.layer.num_ranks)
-        members = collective.group if collective is not None else None
-        tp_size = ranks if ranks > 1 else (len(members) if members else None)
-        return AllReduce(node, "DistCollective", tp_size, -1, members, collective)
-    return None
 
 
 def match_posts(reduced: Value) -> list[Post]:

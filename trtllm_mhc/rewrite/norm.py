@@ -43,7 +43,7 @@ def match_norm(collapsed: Value) -> Norm | None:
     for value in reach.values():
         node = value.producer
         if node is not None and node.op is Op.NORMALIZATION and _moved_from(node.operands[0], collapsed):
-            return Norm(value, None, float(node.layer.epsilon), subtracts_mean=True)
+            return Norm(value, None, node.epsilon, subtracts_mean=True)
         if len(value.shape) < 2 or value.shape[-1] != hidden or value.dtype != trt.bfloat16:
             continue
         index: Index = (*rows(value.shape[:-1]), HIDDEN)
@@ -190,7 +190,7 @@ def _square(mean: Value, hidden: int) -> Value | None:
     if found is None:
         return None
     square, factor, reduction = found
-    if len(square.shape) < 2 or square.shape[-1] != hidden or reduction.layer.axes != 1 << (len(square.shape) - 1):
+    if len(square.shape) < 2 or square.shape[-1] != hidden or reduction.reduced_axes != (len(square.shape) - 1,):
         return None
     if reduction.op is Op.SUM and not abs(factor * hidden - 1.0) <= 2**-20:
         return None

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from trtllm_mhc.rewrite.graph import Graph, Node
-from trtllm_mhc.rewrite.match import AllReduce
+from trtllm_mhc.rewrite.graph import AllReduce, Graph, Node
 from trtllm_mhc.rewrite.plan import Plan
 from trtllm_mhc.rewrite.report import Reason
 

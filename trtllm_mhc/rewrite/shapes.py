@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of the small integer tensors that slices and reshapes take their sizes from.
+"""The values of the small integer tensors that a TensorRT network's slices and reshapes take their sizes from.
 
 Exporters compute such sizes at run time even where they are known: TensorRT's ONNX parser clamps the start of every
 slice by a chain of elementwise layers. What can be told without running the network is told here: numbers, and sizes
@@ -9,23 +9,10 @@ of other tensors by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from trtllm_mhc.network import layers
-from trtllm_mhc.rewrite.graph import Node, Op, Value
+from trtllm_mhc.rewrite.graph import Known, Node, Op, Size, Value
 
 _MAX_DEPTH = 32
-
-
-@dataclass(frozen=True)
-class Size:
-    """The dynamic size of ``value`` along ``axis``."""
-
-    value: Value
-    axis: int
-
-
-Known = int | Size | None
 
 
 def elements(value: Value, depth: int = 0) -> list[Known] | None:
@@ -35,7 +22,7 @@ def elements(value: Value, depth: int = 0) -> list[Known] | None:
         return None
     if node.op is Op.CONSTANT:
         return None if value.constant is None else [int(each) for each in value.constant.reshape(-1)]
-    kind = layers.layer_type(node.layer).name
+    kind = node.kind
     if kind == "SHAPE":
         source = node.operands[0]
         return [size if size >= 0 else Size(source, axis) for axis, size in enumerate(source.shape)]
