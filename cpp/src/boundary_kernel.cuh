@@ -18,6 +18,8 @@ namespace mhc {
 namespace {
 
 constexpr int kWarps = kThreads / 32;
+// Up to this M the next kernel is let in at once; beyond, its CTAs take room from this one's (docs/performance.md).
+constexpr unsigned kEarlyRows = 16;
 
 // Of the call this kernel consumes, or the reason why it must not.
 struct Call {
@@ -47,21 +49,6 @@ __device__ __forceinline__ Call currentCall(Mailbox const& box, BoundaryArgs con
     return {sequence, false};
 }
 
-__device__ __forceinline__ bool sameHeader(uint4 a, uint4 b) {
-    return a.x == b.x && a.y == b.y && a.z == b.z && a.w == b.w;
-}
-
-__device__ __noinline__ void recordOtherHeader(
-    Mailbox const& box, Chunk const& chunk, uint32_t sequence, int token, int source, uint4 expected, uint4 header) {
-    uint32_t field = 0;
-    while (field < 3 && wordOf(header, field) == wordOf(expected, field))
-        ++field;
-    recordError(
-        box, chunk.owner,
-        {MHC_ERROR_HEADER_MISMATCH, source, chunk.rowBegin + token, sequence, wordOf(expected, field),
-         wordOf(header, field), field});
-}
-
 // Waits for this thread's fragment of every rank and, warp by warp, for all headers. kOwnKept: this rank's own fragment
 // is in contributions[rank] already and is not looked for. False: the lane has an error.
 template <int kTp, bool kOwnKept>
@@ -73,8 +60,7 @@ __device__ __forceinline__ bool collect(
     uint4 const* slot = box.slots[box.rank] + slotOffset(box, generation, 0, token, fragment);
     size_t const rankStride = static_cast<size_t>(box.capacity) * (box.hiddenSize / kFragment);
     uint4 const* headerAt = box.headers[box.rank] + headerOffset(box, generation, readsHeader ? lane : 0, token);
-    uint4 const expected{
-        sequence, static_cast<uint32_t>(chunk.totalRows), chunk.operation, static_cast<uint32_t>(box.lane)};
+    uint4 const expected = headerOf(box, sequence, chunk.totalRows, chunk.operation);
     Deadline deadline(box);
     while (true) {
         int missing = -1;
@@ -100,7 +86,7 @@ __device__ __forceinline__ bool collect(
         // The whole warp leaves together: a lane that went ahead would wait for the others in the norm's shuffles.
         if (__any_sync(0xFFFFFFFFu, other)) {
             if (other)
-                recordOtherHeader(box, chunk, sequence, token, lane, expected, header);
+                recordOtherHeader(box, chunk.owner, lane, chunk.rowBegin + token, expected, header);
             return false;
         }
         if (__all_sync(0xFFFFFFFFu, missing < 0))
@@ -207,7 +193,9 @@ __global__ void __launch_bounds__(kThreads)
     size_t const at = static_cast<size_t>(row) * rowFragments + fragment;
 
     // What comes next may start: it waits for this grid before it reads or takes anything.
-    ptx::launchDependents();
+    bool const early = gridDim.y <= kEarlyRows;
+    if (early)
+        ptx::launchDependents();
     __shared__ float rowFailed;  // of the row's first CTA
     if constexpr (kClustered) {
         // The CTAs of a cluster store into each other's shared memory below; by then all of them must have started.
@@ -239,7 +227,7 @@ __global__ void __launch_bounds__(kThreads)
         if (arrived) {
             storeFragment<false>(box, sequence, token, fragment, own);
             if (blockIdx.x == 0)
-                publishHeader<false>(box, sequence, token, args.chunk.totalRows, args.chunk.operation);
+                publishHeader<false>(box, token, headerOf(box, sequence, args.chunk.totalRows, args.chunk.operation));
         }
 #pragma unroll
         for (int r = 0; r < kTp; ++r) {
@@ -263,6 +251,9 @@ __global__ void __launch_bounds__(kThreads)
         if (!arrived)
             contributions[0] = filled(kNaNWord);
     }
+
+    if (!early)
+        ptx::launchDependents();
 
     uint4 const reduced = reduceRanks(contributions);
     uint4 collapsed;

@@ -35,7 +35,7 @@ __device__ __forceinline__ void publishRows(Mailbox const& box, Chunk const& chu
     }
     if (!granted || blockIdx.x != 0)
         return;
-    publishHeader<true>(box, sequenceShared, token, chunk.totalRows, chunk.operation);
+    publishHeader<true>(box, token, headerOf(box, sequenceShared, chunk.totalRows, chunk.operation));
     if (threadIdx.x == 0) {
         box.rows[token].operation = chunk.operation;
         box.rows[token].rows = static_cast<uint32_t>(chunk.totalRows);
@@ -71,13 +71,21 @@ __global__ void __launch_bounds__(kThreads)
         // Nothing to wait for when the lane is stopped or nothing was published: the consumer says so.
         if (ptx::loadRelaxedDevice(&box.state->error) != MHC_ERROR_NONE || row.z != chunk.operation)
             return;
-        uint4 const* header = box.headers[box.rank] + headerOffset(box, generationOf(row.x), source, token);
+        uint4 const* headerAt = box.headers[box.rank] + headerOffset(box, generationOf(row.x), source, token);
+        uint4 const expected = headerOf(box, row.x, chunk.totalRows, chunk.operation);
+        uint4 header = ptx::loadRelaxedSystem(headerAt);
         bool late = false;
-        while (headerMissing(ptx::loadRelaxedSystem(header))) {
-            if (deadline.keepWaiting(late))
-                continue;
-            if (late)
-                recordError(box, chunk.owner, {MHC_ERROR_TIMEOUT, source, chunk.rowBegin + token, row.x, 0, 0, 0});
+        while (headerMissing(header)) {
+            if (!deadline.keepWaiting(late)) {
+                if (late)
+                    recordError(box, chunk.owner, {MHC_ERROR_TIMEOUT, source, chunk.rowBegin + token, row.x, 0, 0, 0});
+                return;
+            }
+            header = ptx::loadRelaxedSystem(headerAt);
+        }
+        // A rank that is in another call may never send the rows that other threads here wait for.
+        if (!sameHeader(header, expected)) {
+            recordOtherHeader(box, chunk.owner, source, chunk.rowBegin + token, expected, header);
             return;
         }
     }

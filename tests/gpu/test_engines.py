@@ -235,7 +235,7 @@ def test_without_a_communicator_the_error_says_what_to_do(trt: Any, plans: Plans
     inputs = make_inputs(np.random.default_rng(1), 2, 2, HIDDEN)
     with (
         EngineGroup(plans(2, "fused"), None, group) as engines,
-        pytest.raises(EngineError, match="no communicator for tp_size 2"),
+        pytest.raises(EngineError, match="no communicator for world ranks \\[0, 1\\]"),
     ):
         engines.run(feeds_of(inputs))
 

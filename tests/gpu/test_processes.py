@@ -30,7 +30,7 @@ class FolderAllGather:
         def path(rank: int) -> Path:
             return self._folder / f"{self._round}.{rank}"
 
-        partial = path(self._rank).with_suffix(".partial")
+        partial = self._folder / f"{self._round}.{self._rank}.partial"
         partial.write_bytes(mine)
         partial.rename(path(self._rank))
         end = time.monotonic() + TIMEOUT_S

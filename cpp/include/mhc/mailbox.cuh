@@ -99,15 +99,34 @@ __device__ __forceinline__ void storeFragment(Mailbox const& box, uint32_t seque
     }
 }
 
+// The header of a row; all ranks that are in the same call make the same one.
+__device__ __forceinline__ uint4 headerOf(Mailbox const& box, uint32_t sequence, int rows, uint32_t operation) {
+    return {sequence, static_cast<uint32_t>(rows), operation, static_cast<uint32_t>(box.lane)};
+}
+
+__device__ __forceinline__ bool sameHeader(uint4 a, uint4 b) {
+    return a.x == b.x && a.y == b.y && a.z == b.z && a.w == b.w;
+}
+
 // Stores the header of this rank's row at every rank. Called by threads 0 .. tp-1 of one CTA of the row.
 template <bool kToSelf>
-__device__ __forceinline__ void publishHeader(
-    Mailbox const& box, uint32_t sequence, int token, int rows, uint32_t operation) {
+__device__ __forceinline__ void publishHeader(Mailbox const& box, int token, uint4 header) {
     int const peer = static_cast<int>(threadIdx.x);
     if (peer < box.tpSize && (kToSelf || peer != box.rank)) {
-        uint4 const header{sequence, static_cast<uint32_t>(rows), operation, static_cast<uint32_t>(box.lane)};
-        ptx::storeRelaxedSystem(box.headers[peer] + headerOffset(box, generationOf(sequence), box.rank, token), header);
+        size_t const at = headerOffset(box, generationOf(header.x), box.rank, token);
+        ptx::storeRelaxedSystem(box.headers[peer] + at, header);
     }
+}
+
+// `source` is in another call than this rank.
+inline __device__ __noinline__ void recordOtherHeader(
+    Mailbox const& box, uint32_t owner, int source, int row, uint4 expected, uint4 header) {
+    uint32_t const ours[] = {expected.x, expected.y, expected.z, expected.w};
+    uint32_t const theirs[] = {header.x, header.y, header.z, header.w};
+    uint32_t field = 0;
+    while (field < 3 && theirs[field] == ours[field])
+        ++field;
+    recordError(box, owner, {MHC_ERROR_HEADER_MISMATCH, source, row, expected.x, ours[field], theirs[field], field});
 }
 
 // A bounded wait: whether to go on. Looks at the clock and at the lane's error word now and then only.
