@@ -68,7 +68,8 @@ python-test:
 
 gpu-test: venv
 	$(MAKE) --no-print-directory -j2 build tensorrt VERSIONS="$(TENSORRT)"
-	scripts/with_tensorrt.sh $(TENSORRT) $(PY) -m pytest tests/gpu
+	TRTLLM_MHC_RESULTS=$${TRTLLM_MHC_RESULTS:-tests/gpu/results} CUDA_DEVICE_MAX_CONNECTIONS=32 \
+	    scripts/with_tensorrt.sh $(TENSORRT) $(PY) -m pytest tests/gpu
 
 demo: venv
 	$(MAKE) --no-print-directory -j2 build tensorrt VERSIONS="$(TENSORRT)"
