@@ -2,8 +2,8 @@
 //
 // The boundary: all ranks' contributions, then all-reduce, mHC post, collapse, RMSNorm and, if asked, MXFP8.
 //
-// One thread handles 8 consecutive elements of one row and all its streams; a CTA of 128 threads 1024 of them; the CTAs
-// of a row form a cluster where the norm needs the whole row.
+// One thread handles 8 consecutive elements of one row and all its streams; a CTA of 128 threads 1024 of them. The CTAs
+// of a row are a cluster: the norm needs the whole row, and the mailbox must know when all of it is consumed.
 #pragma once
 
 #include "boundary_table.h"
