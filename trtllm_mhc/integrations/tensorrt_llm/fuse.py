@@ -49,10 +49,7 @@ def fuse_network(network: Any, mapping: Any, model: Any = None) -> Report:
         options = FuseOptions(mapping.tp_size, mapping.tp_rank, tuple(mapping.tp_group))
     else:
         options = FuseOptions(group=tuple(mapping.tp_group))  # refused, with the reason
-    try:
-        report = fuse_boundaries(definition, options)
-    finally:
-        _forget_classes(definition)
+    report = fuse_boundaries(definition, options)
     if report.fused:
         replaced = before.replaced(definition)
         with net_guard(network):
@@ -61,7 +58,6 @@ def fuse_network(network: Any, mapping: Any, model: Any = None) -> Report:
             if model is not None:
                 _move_registered_outputs(network, model, replaced)
         network.is_graph_altered = True
-        _forget_classes(definition)
     return report
 
 
@@ -148,15 +144,3 @@ def _move_registered_outputs(network: Any, model: Any, replaced: dict[Any, Any])
             if new is not None:
                 wrapped = Tensor(trt_tensor=new, network=network, is_network_input=False)
                 module.register_network_output(name, wrapped)
-
-
-def _forget_classes(definition: Any) -> None:
-    """Make every layer a plain ``ILayer`` again, as TensorRT-LLM expects to get it.
-
-    The bindings hand out the same Python object as long as somebody holds it, and an activation that was given its own
-    class answers another question when asked for its type.
-    """
-    for index in range(definition.num_layers):
-        layer = definition.get_layer(index)
-        if type(layer) is not trt.ILayer:
-            layer.__class__ = trt.ILayer

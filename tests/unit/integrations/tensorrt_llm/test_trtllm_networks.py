@@ -307,26 +307,18 @@ def test_decorated_classes_of_one_family_run_the_pass_once(one_boundary, small_c
     assert len(reports) == 2
 
 
-def test_stock_passes_work_while_somebody_holds_the_layers(trtllm, one_boundary, small_config, make, integration):
-    """A layer object that was given its own class, and is held, would be unknown to TensorRT-LLM's `optimize`."""
+def test_the_pass_after_the_stock_one_and_again(one_boundary, small_config, make, integration):
+    """Builds that do not go through a model class may run them in any order."""
     from tensorrt_llm.graph_rewriting import optimize
 
-    from trtllm_mhc.network.layers import downcast
-
-    held = []
-
-    class Holds(one_boundary(lambda each: each)):
-        def forward(self, **inputs):
-            super().forward(**inputs)
-            definition = trtllm.default_net().trt_network
-            some = definition.get_input(0)
-            definition.add_activation(some, trtllm.functional.trt.ActivationType.TANH)
-            held.extend(downcast(definition.get_layer(k)) for k in range(definition.num_layers))
-
-    network = make(integration.fuse_on_build(Holds)(small_config()))
-    assert len(boundaries(network)) == 1
-    integration.fuse_network(network, small_config().mapping)
+    config = small_config()
+    network = make(one_boundary(lambda each: each)(config))
+    assert boundaries(network) == []
+    assert len(integration.fuse_network(network, config.mapping).fused) == 1
     optimize(network)
+    again = integration.fuse_network(network, config.mapping)
+    assert (again.found, again.already_fused) == ((), 1)
+    assert len(boundaries(network)) == 1
 
 
 def test_weakly_typed_networks_are_refused(integration):
