@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tensorrt as trt
 
 from trtllm_mhc.network import layers, plugins
 from trtllm_mhc.network.ops import cast, constant
@@ -106,13 +107,13 @@ class _Adapter:
         return layer.get_output(0)
 
     def vector(self, value: Value, role: str) -> Any:
-        """``value`` as [H]."""
+        """``value`` as [H] in bfloat16, which holds its values (`legality`)."""
         tensor = self._tensor(value)
-        if len(value.shape) == 1:
-            return tensor
-        layer = self._shuffle(tensor, role)
-        layer.reshape_dims = (-1,)
-        return layer.get_output(0)
+        if len(value.shape) != 1:
+            layer = self._shuffle(tensor, role)
+            layer.reshape_dims = (-1,)
+            tensor = layer.get_output(0)
+        return tensor if tensor.dtype == trt.bfloat16 else cast(self.network, tensor, trt.bfloat16)
 
     def restore(self, made: Any, like: Value, role: str, lead: tuple[Value, int] | None) -> Any:
         """The plugin's output in the shape of the tensor that it replaces."""

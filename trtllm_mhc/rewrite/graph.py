@@ -20,6 +20,9 @@ import tensorrt as trt
 
 Array = npt.NDArray[Any]
 
+#: Constants with more elements than this are weights, whose values no pattern needs.
+MAX_CONSTANT = 64
+
 
 class Op(Enum):
     """What a layer computes, as far as a pattern can ask for it."""
@@ -113,6 +116,20 @@ class Value:
     @cached_property
     def constant(self) -> Array | None:
         """Its elements where they are those of a small constant, under casts, reshapes and identities; else None."""
+        return self._constant(all_of_them=False)
+
+    @cached_property
+    def holds_bfloat16(self) -> bool:
+        """Whether it is a float32 constant of any size that casting to bfloat16 does not change.
+
+        Exporters fold the widening cast of a bfloat16 weight into the weight.
+        """
+        if self.dtype != trt.float32:
+            return False
+        elements = self._constant(all_of_them=True)
+        return elements is not None and not (elements.view(np.uint32) & 0xFFFF).any()
+
+    def _constant(self, *, all_of_them: bool) -> Array | None:
         node = self.producer
         while node is not None and node.op in (Op.CAST, Op.IDENTITY, Op.RESHAPE):
             if node.op is Op.RESHAPE and any(order != tuple(sorted(order)) for order in node.transposes):
@@ -120,7 +137,7 @@ class Value:
             node = node.operands[0].producer
         if node is None or node.op is not Op.CONSTANT or -1 in self.shape:
             return None
-        elements = node.elements()
+        elements = node.elements(all_of_them=all_of_them)
         if elements is None:
             return None
         if self.dtype == trt.float32:
@@ -179,8 +196,12 @@ class Node:
 
     # What layers of one op have; not to be asked of others.
 
-    def elements(self) -> Array | None:
-        """The elements of an `Op.CONSTANT`; None if they are many, or of a type of no interest."""
+    def elements(self, *, all_of_them: bool = False) -> Array | None:
+        """The elements of an `Op.CONSTANT`; None if of a type of no interest, or more than `MAX_CONSTANT`.
+
+        Args:
+            all_of_them: whatever their number.
+        """
         raise NotImplementedError
 
     @property

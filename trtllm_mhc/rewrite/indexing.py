@@ -130,6 +130,9 @@ def _slice(node: Node, index: Index) -> Index | None:
         at, begin, step = index[axis], slicing.start[position], slicing.stride[position]
         if not isinstance(begin, int) or not isinstance(step, int):
             return None
+        if step == 0:
+            result[axis] = begin
+            continue
         if isinstance(at, int):
             result[axis] = begin + at * step
             continue

@@ -259,7 +259,9 @@ def _check_norm(graph: Graph, boundary: Boundary, collapse: Collapse, norm: Norm
     assert norm.gamma is not None
     assert streams.producer is not None
     yield from _check_rows({"pre": collapse.pre}, streams, 1)
-    yield from _check_dtypes({"pre": (collapse.pre, trt.float32), "gamma": (norm.gamma, trt.bfloat16)})
+    yield from _check_dtypes({"pre": (collapse.pre, trt.float32)})
+    if not norm.gamma.holds_bfloat16:
+        yield from _check_dtypes({"gamma": (norm.gamma, trt.bfloat16)})
     if graph.depends_on(norm.gamma, streams.producer):
         yield Reason(
             "gamma_depends",
@@ -286,7 +288,7 @@ def _check_norm(graph: Graph, boundary: Boundary, collapse: Collapse, norm: Norm
 def _check_dtypes(expected: dict[str, tuple[Value, object]]) -> Iterator[Reason]:
     for role, (value, dtype) in expected.items():
         if value.dtype != dtype:
-            want, got = getattr(dtype, "name", dtype), value.dtype.name
+            want, got = getattr(dtype, "name", dtype), getattr(value.dtype, "name", "of another type")
             yield Reason("dtype", f"{role} ({value.name!r}) is {got}.", f"The plugin takes {want}.")
 
 

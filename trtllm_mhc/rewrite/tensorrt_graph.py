@@ -16,11 +16,8 @@ import tensorrt as trt
 
 from trtllm_mhc.network import layers, plugins
 from trtllm_mhc.network.collectives import read_collective
-from trtllm_mhc.rewrite.graph import AllReduce, Array, Graph, Known, Node, Op, Slicing, Value
+from trtllm_mhc.rewrite.graph import MAX_CONSTANT, AllReduce, Array, Graph, Known, Node, Op, Slicing, Value
 from trtllm_mhc.rewrite.shapes import elements
-
-#: Constants with more elements than this are weights, whose values no pattern needs.
-MAX_CONSTANT = 64
 
 _LAYER_OPS = {
     "CAST": Op.CAST,
@@ -85,8 +82,8 @@ class TensorRTNode(Node):
             return _REDUCE_OPS.get(self.layer.op.name, Op.OTHER)
         return _LAYER_OPS.get(self.kind, Op.OTHER)
 
-    def elements(self) -> Array | None:
-        if np.prod(self.output.shape, dtype=np.int64) > MAX_CONSTANT:
+    def elements(self, *, all_of_them: bool = False) -> Array | None:
+        if not all_of_them and np.prod(self.output.shape, dtype=np.int64) > MAX_CONSTANT:
             return None
         try:
             return layers.constant_array(self.layer)
