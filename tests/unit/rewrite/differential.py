@@ -301,8 +301,8 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}, {arguments.cases} cases, TensorRT {trt.__version__}", flush=True)
-    tally = run(arguments.cases, arguments.seed)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    tally = run(arguments.cases, arguments.seed)
     record = {
         "cases": tally.cases,
         "fused": tally.statuses["full"] + tally.statuses["residual_only"],
