@@ -51,6 +51,7 @@ from trtllm_mhc.verification.boundary_stack import INPUT, StackJobs
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MODEL = "boundary_stack"
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # for ranks that share a GPU
 PROTOCOLS: tuple[Protocol, ...] = ("http", "grpc")
 
 
@@ -117,7 +118,8 @@ def write_repositories(options: Options) -> Deployment:
     group = options.group or (ENGINE_GROUP if has_gpu() else "numpy_group:open_group")
     settings = Settings(options.tp, config.hidden_size, deadline_s=options.deadline_s, group=group)
 
-    inputs, outputs = specs_of_network(NetworkMaker().make(jobs.fused(), 0))
+    maker = NetworkMaker()
+    inputs, outputs = specs_of_network(maker.make(jobs.fused(), 0))
     engines: list[Any] = []
     if has_gpu():
         rows = build.RowRange(1, min(8, options.rows), options.rows)

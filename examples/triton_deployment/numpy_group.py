@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trtllm_mhc.integrations.triton.groups import NetworkRanks
+from trtllm_mhc.integrations.triton.network_ranks import NetworkRanks
 from trtllm_mhc.integrations.triton.settings import Settings
 from trtllm_mhc.integrations.triton.tensors import InputRange, specs_of_network
 from trtllm_mhc.models.deepseek_v41 import DeepseekV41Config, ModelWeights

@@ -77,7 +77,7 @@ class GroupRunner:
             Exception: as `infer`.
         """
         if recorded is None or not recorded.exists():
-            self._infer_ranks({name: np.zeros(r.smallest, r.dtype) for name, r in self._group.inputs.items()}, None)
+            self._infer_ranks(self._zeros(), None)
             return
         with np.load(recorded) as arrays:
             names = {name for name in arrays.files if name.startswith("input.")}
@@ -127,14 +127,24 @@ class GroupRunner:
         except RankTimeoutError as error:
             raise self._break("preparing a request", error) from error
         except Exception as error:
-            # Nobody waited for anybody, so the ranks should be as before. The canary makes sure.
-            self.canary()
+            # Nobody waited for anybody, so the ranks should be as before. Make sure.
+            self._run_zeros_or_break()
             raise PrepareError(f"preparing the request failed: {describe(error)}") from error
         _require_time(deadline)
         try:
             return self._group.run()
         except Exception as error:
             raise self._break("running a request", error) from error
+
+    def _zeros(self) -> dict[str, Array]:
+        return {name: np.zeros(known.smallest, known.dtype) for name, known in self._group.inputs.items()}
+
+    def _run_zeros_or_break(self) -> None:
+        try:
+            self._group.prepare([self._zeros()] * self._group.tp_size)
+            self._group.run()
+        except Exception as error:
+            raise self._break("running the canary after a request that could not be prepared", error) from error
 
     def _check(self, inputs: Mapping[str, Array]) -> None:
         known = self._group.inputs

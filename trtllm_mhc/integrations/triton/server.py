@@ -131,7 +131,7 @@ class TritonServer:
         )
         variables = {**os.environ, **(environment or {})}
         # The backend takes the environment of the first python3 on PATH, and the stub is linked to its library.
-        folders = [str(_library_folder(python)), *map(str, installation.libraries)]
+        folders = [str(library_folder(python)), *map(str, installation.libraries)]
         if variables.get("LD_LIBRARY_PATH"):
             folders.append(variables["LD_LIBRARY_PATH"])
         variables["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
@@ -222,7 +222,7 @@ class TritonServer:
         raise ServerError(f"tritonserver was not ready after {ready_s:g} s:\n{self.log_tail()}")
 
 
-def _library_folder(python: Path) -> Path:
+def library_folder(python: Path) -> Path:
     """Where a Python's shared library is; the stub is linked to it.
 
     Raises:

@@ -13,7 +13,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from trtllm_mhc.integrations.triton.groups import Feeds, NetworkRanks, Outputs
+from trtllm_mhc.integrations.triton.groups import Feeds, Outputs
+from trtllm_mhc.integrations.triton.network_ranks import NetworkRanks
 from trtllm_mhc.integrations.triton.settings import Settings
 from trtllm_mhc.integrations.triton.tensors import InputRange
 from trtllm_mhc.verification.backends import NetworkMaker

@@ -14,6 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+pytest.importorskip("tensorrt")
+pytest.importorskip("tritonclient.http")
+pytest.importorskip("tritonclient.grpc")
+
 from served_boundary import DYING, HANGING, HIDDEN, MAXIMUM_ROWS, SLOW, SLOW_S, STUCK, UNPREPARED
 
 from trtllm_mhc.integrations.triton.client import Client, Protocol, RequestFailedError
