@@ -41,6 +41,13 @@ class CoefficientsKind(StrEnum):
     plugin = "plugin"
 
 
+class SeparateCollapse(StrEnum):
+    """What a collapse is whose products are added one by one."""
+
+    keep = "keep"
+    fuse = "fuse"
+
+
 class BenchMode(StrEnum):
     """Where the ranks of a measurement are."""
 
@@ -294,3 +301,68 @@ def verify(
         commit=commit,
     )
     raise typer.Exit(run(options, json_path, _console()))
+
+
+# What `rewrite` and `inspect` both have.
+TpSize = Annotated[int | None, typer.Option("--tp-size", help="Ranks that sum, where the all-reduce does not tell.")]
+Rank = Annotated[int, typer.Option(help="Index in the group, where the all-reduce does not tell; -1: at run time.")]
+Group = Annotated[str, typer.Option(help="World ranks of the group, separated by commas; default 0 .. tp-size - 1.")]
+Separate = Annotated[
+    SeparateCollapse,
+    typer.Option(help="Keep or fuse a collapse whose products are added one by one, as the last layer's are."),
+]
+JsonOrStdout = Annotated[
+    Path | None, typer.Option("--json", help="Write the report here; -: to the output, without the table.")
+]
+
+
+@app.command()
+def rewrite(
+    source: Annotated[Path, typer.Argument(metavar="IN.ONNX", help="The model.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="OUT.ONNX", help="May be the same file.", show_default=False)],
+    require: Annotated[
+        int | None, typer.Option(min=0, help="Boundaries that must be fused; default: all that are found.")
+    ] = None,
+    json_path: JsonOrStdout = None,
+    tp_size: TpSize = None,
+    rank: Rank = -1,
+    group: Group = "",
+    separate_collapse: Separate = SeparateCollapse.keep,
+) -> None:
+    """Replace the boundaries of an ONNX model by the plugin's nodes.
+
+    Needs no GPU. Weights in files of their own are not read; they stay where they are, or are copied if the new model
+    is in another folder. Exit code 0: enough is fused. 1: less, the model is written all the same. 2: nothing is
+    written, and why is said.
+    """
+    from trtllm_mhc.cli.rewrite import run
+
+    options = (tp_size, rank, group, separate_collapse.value)
+    raise typer.Exit(run(source, target, options, require, json_path, _console()))
+
+
+@app.command()
+def inspect(
+    file: Annotated[str, typer.Argument(help="*.onnx, *.py[:FUNCTION] or *.engine (*.plan, *.trt).", metavar="FILE")],
+    require: Annotated[int | None, typer.Option(min=0, help="Boundaries that must be there.")] = None,
+    json_path: JsonOrStdout = None,
+    dot: Annotated[
+        str | None,
+        typer.Option(help="Print the layers around this boundary or layer, for Graphviz, and nothing else."),
+    ] = None,
+    tp_size: TpSize = None,
+    rank: Rank = -1,
+    group: Group = "",
+    separate_collapse: Separate = SeparateCollapse.keep,
+) -> None:
+    """Show the boundaries of an ONNX model, of a network, or of an engine.
+
+    Of a model or network: what the pass would fuse, what it would not, and why. A network is what a function of a
+    script returns (load_network, as in Polygraphy). Of an engine, which takes a GPU: how many boundaries are fused, and
+    the all-reduces that run beside them because something was marked after the pass. Exit code 0: all right. 1: fewer
+    boundaries than required (not given: one is refused), or with --require such an all-reduce. 2: it could not be read.
+    """
+    from trtllm_mhc.cli.inspect import InspectOptions, run
+
+    options = InspectOptions(file, (tp_size, rank, group, separate_collapse.value), require, json_path, dot)
+    raise typer.Exit(run(options, _console()))
