@@ -88,7 +88,7 @@ def _add_plugin_info(layer, plugin_creator, plugin_name, pfc):
     set_plugin_info(default_trtnet(), layer.name, PluginInfo(plugin_creator, plugin_name, pfc))
 
 
-def constant(ndarray, as_dtype=None, as_shape=None):
+def constant(ndarray):
     weights = trt.Weights(np_dtype_to_trt(ndarray.dtype), ndarray.ctypes.data, ndarray.size)
     default_net().register_ndarray(ndarray)
     layer = default_trtnet().add_constant(ndarray.shape, weights)
