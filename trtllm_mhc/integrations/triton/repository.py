@@ -37,7 +37,7 @@ def write_python_model(
     settings: Settings,
     *,
     python_path: Sequence[str | Path] = (),
-    instance_kind: str = "KIND_MODEL",
+    queue_size: int = 64,
 ) -> Path:
     """A model for the python backend: one process, in which every rank of the group is a thread.
 
@@ -50,7 +50,8 @@ def write_python_model(
         settings: of the group.
         python_path: folders for `sys.path` of the model. The backend takes its Python and the packages of that from
             `python3` on PATH, and ignores PYTHONPATH.
-        instance_kind: KIND_CPU for a group that needs no GPU: some servers start no other kind without one.
+        queue_size: requests that may wait; more are refused at once. One that has waited for `settings.deadline_s`, or
+            for its own time-out if that is shorter, is refused as well.
 
     Returns:
         The model's version folder, in which `GroupRunner.record_canary` may put `canary.npz`.
@@ -62,7 +63,16 @@ def write_python_model(
         raise ValueError(f"expected an engine for each of {settings.tp_size} ranks, got {len(engines)}")
     config = {
         **_header(name, "python", inputs, outputs),
-        "instance_group": [{"kind": Word(instance_kind), "count": 1}],
+        "instance_group": [{"kind": Word("KIND_MODEL"), "count": 1}],
+        # For its queue; without a batch dimension it makes no batches.
+        "dynamic_batching": {
+            "default_queue_policy": {
+                "timeout_action": Word("REJECT"),
+                "default_timeout_microseconds": round(settings.deadline_s * 1e6),
+                "allow_timeout_override": Word("true"),
+                "max_queue_size": queue_size,
+            }
+        },
         "parameters": _parameters(settings.to_parameters()),
     }
     folder = _write(repository, name, config)

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[4]
 MODEL = "boundary"
 TP = 2
 DEADLINE_S = 5.0
+QUEUE = 16
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +59,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
         TensorSpec("layer_input", known["x"].dtype, (-1, *known["x"].largest[1:])),
     ]
     settings = Settings(TP, known["x"].largest[1], deadline_s=DEADLINE_S, group="served_boundary:open_group")
-    write_python_model(folder, MODEL, [], inputs, outputs, settings, python_path=python_path)
+    write_python_model(folder, MODEL, [], inputs, outputs, settings, python_path=python_path, queue_size=QUEUE)
     return folder
 
 

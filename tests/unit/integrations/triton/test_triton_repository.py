@@ -35,7 +35,7 @@ def parameters(config: Any) -> dict[str, str]:
 def test_python_model(tmp_path: Path) -> None:
     settings = Settings(2, 5120, capacity=32, deadline_s=2.5, devices=(0, 3))
     folder = repository.write_python_model(
-        tmp_path, "m", ENGINES, INPUTS, OUTPUTS, settings, python_path=[Path("/a b"), 'c"d']
+        tmp_path, "m", ENGINES, INPUTS, OUTPUTS, settings, python_path=[Path("/a b"), 'c"d'], queue_size=7
     )
     assert folder == tmp_path / "m" / "1"
     assert [(folder / f"rank{rank}.engine").read_bytes() for rank in range(2)] == ENGINES
@@ -48,6 +48,13 @@ def test_python_model(tmp_path: Path) -> None:
     ]
     assert len(config.instance_group) == 1
     assert (config.instance_group[0].count, config.instance_group[0].kind) == (1, config.instance_group[0].KIND_MODEL)
+    queue = config.dynamic_batching.default_queue_policy
+    assert (queue.default_timeout_microseconds, queue.allow_timeout_override, queue.max_queue_size) == (
+        2500000,
+        True,
+        7,
+    )
+    assert queue.timeout_action == queue.REJECT
     assert Settings.from_parameters(parameters(config)) == settings
     code = (folder / "model.py").read_text()
     compile(code, "model.py", "exec")

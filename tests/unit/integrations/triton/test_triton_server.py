@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -31,6 +30,7 @@ Expect = Callable[[dict[str, Array]], dict[str, Array]]
 
 MODEL = "boundary"
 DEADLINE_S = 5.0
+QUEUE = 16
 # No request of these tests may take longer: both phases of the model, and an overloaded machine.
 CLIENT_S = 30.0
 PROTOCOLS: list[Protocol] = ["http", "grpc"]
@@ -52,6 +52,29 @@ def assert_serves(client: Client, make_inputs: Make, expect: Expect) -> None:
     for name, array in expect(inputs).items():
         assert outputs[name].dtype == array.dtype
         assert outputs[name].tobytes() == array.tobytes(), name
+
+
+class InBackground:
+    """A request from a thread of its own."""
+
+    def __init__(self, server: TritonServer, inputs: dict[str, Array]) -> None:
+        self._server, self._inputs = server, inputs
+        self._result: list[dict[str, Array] | Exception] = []
+        self._thread = threading.Thread(target=self._send, daemon=True)
+        self._thread.start()
+
+    def result(self) -> dict[str, Array] | Exception:
+        """The outputs, or the error that the client raised."""
+        self._thread.join(CLIENT_S + 5)
+        assert self._result, "the client never came back"
+        return self._result[0]
+
+    def _send(self) -> None:
+        with connect(self._server) as client:
+            try:
+                self._result.append(client.infer(MODEL, self._inputs))
+            except (RequestFailedError, TimeoutError) as error:
+                self._result.append(error)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -146,10 +169,37 @@ def test_request_that_is_late_before_it_begins_is_refused(
     server: TritonServer, make_inputs: Make, expect: Expect, protocol: Protocol
 ) -> None:
     with connect(server, protocol) as client:
-        with pytest.raises(RequestFailedError, match="time-out passed before the ranks began") as caught:
+        # By the server's queue, or by the model.
+        says = "Request timeout expired|time-out passed before the ranks began"
+        with pytest.raises(RequestFailedError, match=says) as caught:
             client.infer(MODEL, make_inputs(), server_timeout_s=1e-6)
         assert caught.value.status in ("503", "StatusCode.UNAVAILABLE")
         assert_serves(client, make_inputs, expect)
+
+
+def test_request_that_waits_too_long_is_refused(
+    server: TritonServer, client: Client, make_inputs: Make, expect: Expect
+) -> None:
+    slow = InBackground(server, make_inputs(fault=SLOW))
+    time.sleep(SLOW_S / 5)
+    with pytest.raises(RequestFailedError, match="Request timeout expired"):
+        client.infer(MODEL, make_inputs(), server_timeout_s=SLOW_S / 5)
+    assert isinstance(slow.result(), dict)
+    assert_serves(client, make_inputs, expect)
+
+
+def test_requests_beyond_the_queue_are_refused_at_once(
+    server: TritonServer, client: Client, make_inputs: Make, expect: Expect
+) -> None:
+    slow = InBackground(server, make_inputs(fault=SLOW))
+    time.sleep(SLOW_S / 5)
+    waiting = [InBackground(server, make_inputs()) for _ in range(QUEUE + 5)]
+    results = [each.result() for each in waiting]
+    assert isinstance(slow.result(), dict)
+    refused = [result for result in results if not isinstance(result, dict)]
+    assert 1 <= len(refused) <= 5, results  # the slow request may end before the last ones come
+    assert all("Exceeds maximum queue size" in str(error) for error in refused)
+    assert_serves(client, make_inputs, expect)
 
 
 def test_client_that_gives_up_costs_the_others_nothing(
@@ -210,24 +260,12 @@ def test_lost_rank_is_an_error_and_reloading_recovers(
 def test_requests_waiting_behind_a_lost_rank_are_answered(
     server: TritonServer, client: Client, make_inputs: Make, expect: Expect
 ) -> None:
-    failures: list[BaseException] = []
-
-    def send() -> None:
-        with connect(server) as other:
-            try:
-                other.infer(MODEL, make_inputs(fault=HANGING))
-            except (RequestFailedError, TimeoutError) as error:
-                failures.append(error)
-
-    threads = [threading.Thread(target=send, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(CLIENT_S + 5)
-    assert len(failures) == 4
-    assert all(isinstance(failure, RequestFailedError) for failure in failures), failures
+    waiting = [InBackground(server, make_inputs(fault=HANGING)) for _ in range(4)]
+    results = [each.result() for each in waiting]
+    assert all(isinstance(result, RequestFailedError) for result in results), results
     client.reload(MODEL)
     assert_serves(client, make_inputs, expect)
+    _wait_until(lambda: len(server.stubs()) == 1, "the broken group's process ends")
 
 
 def test_killed_stub_is_an_error_and_reloading_recovers(
@@ -261,22 +299,14 @@ def test_unloading_lets_the_request_in_flight_end(
     server: TritonServer, client: Client, make_inputs: Make, expect: Expect
 ) -> None:
     inputs = make_inputs(fault=SLOW)
-    answers: list[dict[str, Array]] = []
-
-    def send() -> None:
-        with connect(server) as other, contextlib.suppress(RequestFailedError):
-            answers.append(other.infer(MODEL, inputs))
-
-    thread = threading.Thread(target=send, daemon=True)
-    thread.start()
+    slow = InBackground(server, inputs)
     time.sleep(SLOW_S / 3)
     client.unload(MODEL)
     with pytest.raises(RequestFailedError):
         client.infer(MODEL, make_inputs())
-    thread.join(CLIENT_S)
-    assert not thread.is_alive()
-    assert len(answers) == 1
-    assert answers[0]["layer_input"].tobytes() == expect(inputs)["layer_input"].tobytes()
+    outputs = slow.result()
+    assert isinstance(outputs, dict), outputs
+    assert outputs["layer_input"].tobytes() == expect(inputs)["layer_input"].tobytes()
     _wait_until(lambda: server.stubs() == [], "the stub ends")
     client.load(MODEL)
     assert_serves(client, make_inputs, expect)
