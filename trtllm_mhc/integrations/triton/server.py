@@ -130,10 +130,10 @@ class TritonServer:
             ],
         )
         variables = {**os.environ, **(environment or {})}
-        # The backend takes the environment of the first python3 on PATH, and the stub is linked to its library.
-        folders = [str(library_folder(python)), *map(str, installation.libraries)]
-        if variables.get("LD_LIBRARY_PATH"):
-            folders.append(variables["LD_LIBRARY_PATH"])
+        # The backend takes the environment of the first python3 on PATH, and the stub is linked to its library. That comes
+        # last: it may be in a system folder, with other versions of what the caller's folders have.
+        given = [variables["LD_LIBRARY_PATH"]] if variables.get("LD_LIBRARY_PATH") else []
+        folders = [*map(str, installation.libraries), *given, str(library_folder(python))]
         variables["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
         variables["PATH"] = f"{python.parent}{os.pathsep}{variables.get('PATH', '')}"
         with self.log.open("wb") as log:
