@@ -130,8 +130,8 @@ class TritonServer:
             ],
         )
         variables = {**os.environ, **(environment or {})}
-        # The backend takes the environment of the first python3 on PATH, and the stub is linked to its library. Its folder
-        # comes last: it may be the system's, with other versions of what the caller's folders have.
+        # The backend takes the environment of the first python3 on PATH, and the stub is linked to its library. That
+        # folder comes last: it may be the system's, with other versions of what the caller has.
         given = [variables["LD_LIBRARY_PATH"]] if variables.get("LD_LIBRARY_PATH") else []
         folders = [*map(str, installation.libraries), *given, str(library_folder(python))]
         variables["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
