@@ -55,6 +55,8 @@ struct BoundaryShape {
     int tp;
 };
 
+constexpr int kMaxLaunchRows = 65535;  // rows are the grid's y dimension
+
 // The CTAs of a row, which are a cluster wherever they must know of each other.
 constexpr int ctasPerRow(int hidden) {
     return hidden / kElementsPerCta;

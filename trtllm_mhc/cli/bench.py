@@ -7,7 +7,7 @@ import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +28,13 @@ def run(
     console: Console,
 ) -> int:
     """Measures and prints; returns the exit code."""
+    for given, known, option in (
+        (operations, get_args(kernels.Operation), "--operations"),
+        (waits, get_args(WaitMode), "--waits"),
+    ):
+        if unknown := [each for each in given if each not in known]:
+            console.print(f"[red]{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}[/]")
+            return 1
     devices = cuda.device_count()
     needed = tp if mode == "nvlink" else 1
     if devices < needed:

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The communicator's operations: which kernels, in which order.
+#include <algorithm>
+#include <atomic>
+
+#include "arguments.h"
+#include "communicator.h"
+#include "status.h"
+
+namespace mhc {
+namespace {
+
+// A number for one enqueue (or one captured node), so that the device can tell two users of a lane apart.
+uint32_t nextOwner() {
+    static std::atomic<uint32_t> counter{0};
+    uint32_t owner = ++counter;
+    while (owner == 0)
+        owner = ++counter;
+    return owner;
+}
+
+char const* const kHeaderFields[] = {"call number", "rows (M)", "operation", "lane"};
+
+}  // namespace
+
+std::string describe(mhcErrorRecord const& record, int lane) {
+    std::string const where =
+        join(" (lane ", lane, ", call ", record.sequence, ", generation ", record.generation, ")");
+    std::string const tail = ". The lane stays stopped until all ranks of the group reset it.";
+    switch (record.kind) {
+        case MHC_ERROR_TIMEOUT:
+            return join(
+                "the contribution of rank ", record.rank, " for token ", record.token, " did not arrive in time", where,
+                tail);
+        case MHC_ERROR_HEADER_MISMATCH: {
+            uint32_t const field = record.field < 4 ? record.field : 0;
+            return join(
+                "rank ", record.rank, " came with another ", kHeaderFields[field], ": expected ", record.expected,
+                ", got ", record.got, where, tail);
+        }
+        case MHC_ERROR_INDEX:
+            return join(
+                "expanded_idx_to_permuted_idx of token ", record.token, " is ", static_cast<int>(record.got),
+                ", expected -1 or 0 .. ", static_cast<int>(record.expected) - 1, where, tail);
+        case MHC_ERROR_TICKET:
+            return join(
+                "the lane was in use by another enqueue: contexts, streams and graphs that run at the same "
+                "time need lanes of their own",
+                where, tail);
+        case MHC_ERROR_NOT_PUBLISHED:
+            return join(
+                "nothing with the expected operation and rows was published before the boundary that "
+                "consumes it",
+                where, tail);
+        default:
+            return join("unknown error kind ", record.kind, where, tail);
+    }
+}
+
+void Communicator::checkUsable(int lane) const {
+    require(!closed_, "the communicator is closed");
+    require(lane >= 0 && lane < settings_.lanes, "lane must be in 0 .. ", settings_.lanes - 1, ", got ", lane);
+    if (errorLane(lane) >= 0)
+        fail(MHC_MAILBOX_ERROR, describe(records_[lane], lane));
+}
+
+void Communicator::launchPublishOf(
+    Mailbox const& box, BoundaryArgs const& args, Chunk const& chunk, cudaStream_t stream) const {
+    checkCuda(
+        args.finalize.topK > 0 ? launchFinalizePublish(box, args.finalize, chunk, Launch::kOverlapped, stream)
+                               : launchPublish(box, args.x, chunk, Launch::kOverlapped, stream),
+        "launching the publish");
+}
+
+// Publishes, unless a producer has, and consumes `rows` rows, capacity of them at a time.
+void Communicator::exchange(
+    int lane, int rows, Published published, Consumer consumer, BoundaryArgs args, cudaStream_t stream) {
+    Mailbox const& box = boxes_[static_cast<size_t>(lane)];
+    bool const byProducer = published == Published::kByProducer;
+    uint32_t const operation = operationWord(published, byProducer ? Consumer::kUnknown : consumer);
+    args.publishedByProducer = byProducer ? 1 : 0;
+    for (int begin = 0; begin < rows; begin += settings_.capacity) {
+        args.chunk = {begin, std::min(settings_.capacity, rows - begin), rows, nextOwner(), operation};
+        BoundaryShape shape{Source::kMailbox, consumer, settings_.hiddenSize, settings_.tpSize};
+        if (!byProducer && args.chunk.rows <= exchangeRows_) {
+            shape.source = Source::kExchange;
+            checkCuda(launchBoundary(shape, box, args, Launch::kOverlapped, stream), "launching the boundary");
+            continue;
+        }
+        if (!byProducer)
+            launchPublishOf(box, args, args.chunk, stream);
+        args.preload = byProducer ? 0 : 1;
+        // Where ranks share a device a consumer must not take its place before everything has arrived.
+        if (waitsAtGate_)
+            checkCuda(launchGate(box, args.chunk, stream), "launching the gate");
+        Launch const how = waitsAtGate_ ? Launch::kPlain : Launch::kOverlapped;
+        checkCuda(launchBoundary(shape, box, args, how, stream), "launching the consumer");
+    }
+}
+
+void Communicator::boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t stream) {
+    checkBoundaryArgs(args);
+    if (settings_.tpSize == 1) {
+        require(!closed_, "the communicator is closed");
+        boundaryLocal(settings_.hiddenSize, args, stream);
+        return;
+    }
+    checkUsable(lane);
+    require(
+        args.published == 0 || args.rows <= settings_.capacity,
+        "a published contribution has at most capacity = ", settings_.capacity, " rows, got ", args.rows);
+    Published const published = args.published != 0 ? Published::kByProducer
+                                : args.top_k > 0    ? Published::kFinalize
+                                                    : Published::kPlain;
+    exchange(lane, args.rows, published, consumerOf(args), kernelArgs(args), stream);
+}
+
+void Communicator::publish(int lane, void const* x, int rows, cudaStream_t stream) {
+    require(settings_.tpSize > 1, "publishing needs a group of more than one rank");
+    require(
+        rows >= 0 && rows <= settings_.capacity, "rows must be in 0 .. capacity = ", settings_.capacity, ", got ",
+        rows);
+    checkUsable(lane);
+    if (rows == 0)
+        return;
+    requireAligned(x, "x");
+    BoundaryArgs args{};
+    args.x = static_cast<uint4 const*>(x);
+    Chunk const chunk{0, rows, rows, nextOwner(), operationWord(Published::kByProducer, Consumer::kUnknown)};
+    launchPublishOf(boxes_[static_cast<size_t>(lane)], args, chunk, stream);
+}
+
+void Communicator::allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream) {
+    if (settings_.tpSize == 1) {
+        require(!closed_, "the communicator is closed");
+        allReduceLocal(x, sum, rows, settings_.hiddenSize, stream);
+        return;
+    }
+    BoundaryArgs const args = allReduceArgs(x, sum, rows);
+    checkUsable(lane);
+    exchange(lane, rows, Published::kPlain, Consumer::kAllReduce, args, stream);
+}
+
+}  // namespace mhc
