@@ -24,8 +24,11 @@
 #ifndef LATE                  // when a wait may end by time-out: false; timeout (nothing else can happen); true (any time)
 #define LATE false
 #endif
-#ifndef EXPECTED_ERRORS       // whether the lane may stop before the reset
-#define EXPECTED_ERRORS false
+#define APART 1
+#define BY_PEER 2
+#define AT_ONCE 3
+#ifndef STORES
+#define STORES BY_PEER
 #endif
 #ifndef SECOND_STREAM         // 1: rank 0 makes its last call on a stream of its own, on the same lane
 #define SECOND_STREAM 0
@@ -38,6 +41,11 @@
 #define PLANS 2               // ranks are at most one call apart
 #define TAGS 4
 #define SEQUENCE_LIMIT GENERATIONS   // headers of calls n and n + GENERATIONS are alike, which only makes it harder
+#endif
+#if defined(DEVIATIONS) || defined(DEATH) || SECOND_STREAM || CALLS_AFTER_RESET
+#define EXPECTED_ERRORS true  // a lane may stop, before the reset
+#else
+#define EXPECTED_ERRORS false
 #endif
 #define DEVIANT (RANKS - 1)   // the rank that does what it must not do
 
@@ -208,26 +216,37 @@ inline nextKernel(s, r) {
 #define ANY(of) (of(0) || of(1) || of(2))
 #endif
 
-// Stores of one CTA are performed in any order, and at the latest when its kernel completes. STORES_TOGETHER: those for
-// one peer at once, which leaves fewer states.
-#ifdef STORES_TOGETHER
-#define STORES_TO(i)                                                                                                   \
-    :: atomic { (todo & BOTH(i)) ->                                                                                    \
-           if                                                                                                          \
-           :: (todo & DATA(i)) -> THERE(i).data[x] = tag                                                               \
-           :: else                                                                                                     \
-           fi;                                                                                                         \
-           if                                                                                                          \
-           :: (todo & HEADER(i)) -> THERE(i).header[t] = header                                                        \
-           :: else                                                                                                     \
-           fi;                                                                                                         \
-           todo = todo & ~BOTH(i)                                                                                      \
-       }
-#else
+// Stores of one CTA are performed in any order, and at the latest when its kernel completes. STORES says how finely that
+// is looked at: each on its own, those for one peer at once, or all at once when they are issued.
+#define PERFORM(i)                                                                                                     \
+    if                                                                                                                 \
+    :: (todo & DATA(i)) -> THERE(i).data[x] = tag                                                                      \
+    :: else                                                                                                            \
+    fi;                                                                                                                \
+    if                                                                                                                 \
+    :: (todo & HEADER(i)) -> THERE(i).header[t] = header                                                               \
+    :: else                                                                                                            \
+    fi;                                                                                                                \
+    todo = todo & ~BOTH(i)
+#if STORES == APART
 #define STORES_TO(i)                                                                                                   \
     :: atomic { (todo & DATA(i)) -> THERE(i).data[x] = tag; todo = todo & ~DATA(i) }                                   \
     :: atomic { (todo & HEADER(i)) -> THERE(i).header[t] = header; todo = todo & ~HEADER(i) }
+#else
+#define STORES_TO(i) :: atomic { (todo & BOTH(i)) -> PERFORM(i) }
 #endif
+
+// To itself a rank stores at once.
+inline issueStores() {
+#if STORES == AT_ONCE
+    for (i : 0 .. RANKS - 1) {
+        PERFORM(i)
+    }
+    i = 0
+#else
+    PERFORM(r)
+#endif
+}
 
 inline arriveAtBarrier() {
     if
@@ -365,16 +384,7 @@ inline begin() {
        fi
     fi;
     header = HEADER_OF(sequence, rows, operation);
-    // To itself a rank stores at once.
-    if
-    :: (todo & DATA(r)) -> THERE(r).data[x] = tag
-    :: else
-    fi;
-    if
-    :: (todo & HEADER(r)) -> THERE(r).header[t] = header
-    :: else
-    fi;
-    todo = todo & ~BOTH(r);
+    issueStores();
     // The gate has waited in the consumer's place.
     assert(EXPECTED_ERRORS || phase != COLLECT || MODE(call) != GATED || ALL(PRESENT))
 }
@@ -473,7 +483,7 @@ proctype Cta(byte s; byte r; byte t; byte c) {
     :: atomic { phase == FLUSH && todo == 0 -> stream[s].arrived[t] = stream[s].arrived[t] + 1; phase = STORE_HEADER }
     :: atomic { phase == STORE_HEADER && stream[s].arrived[t] == CTAS ->
            if
-           :: c == 0 && !failed -> THERE(r).header[t] = header; todo = ALL_HEADERS & ~HEADER(r)
+           :: c == 0 && !failed -> todo = ALL_HEADERS; issueStores()
            :: else
            fi;
            phase = LEAVE
