@@ -71,11 +71,11 @@ class Model:
         return helper.make_model(graph, opset_imports=imports)
 
 
-def post(m, form, reduced):
+def post(m, form, reduced, residual="residual"):
     axis = len(m.lead)
     last, first = m.ints(-1), m.ints(axis)
     own = m("Mul", m("Unsqueeze", "post", last), m("Unsqueeze", m.wide(reduced), first))
-    streams = m.wide("residual")
+    streams = m.wide(residual)
     if form == "multiply":
         products = m("Mul", m("Unsqueeze", "comb", last), m("Unsqueeze", streams, m.ints(axis + 1)))
         mixed = m("ReduceSum", products, m.ints(axis), keepdims=0)
