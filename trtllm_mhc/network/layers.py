@@ -127,7 +127,7 @@ def constant_array(layer: Any, *, copy: bool = True) -> npt.NDArray[Any]:
     # Never through the array's elements: bindings older than numpy 2 give them a stride of zero.
     address = weights.ctypes.data if isinstance(weights, np.ndarray) else _weights_address(weights)
     memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
-    view = np.frombuffer(memory, dtype).reshape(shape)
+    view: npt.NDArray[Any] = np.ndarray(shape, dtype, buffer=memoryview(memory))
     if copy:
         return view.copy()
     view.flags.writeable = False

@@ -98,7 +98,8 @@ def tree_dot(a: AnyArray, b: AnyArray) -> Float32Array:
         )
     left = a.reshape(*a.shape[:-1], extent // FRAGMENT, FRAGMENT)
     right = b.reshape(*b.shape[:-1], extent // FRAGMENT, FRAGMENT)
-    partial = np.zeros(np.broadcast_shapes(left.shape, right.shape)[:-1], np.float32)
+    shape: tuple[int, ...] = np.broadcast_shapes(left.shape, right.shape)
+    partial: Float32Array = np.zeros(shape[:-1], np.float32)
     for i in range(FRAGMENT):
         partial = fma(left[..., i], right[..., i], partial)
     groups = -(-partial.shape[-1] // FRAGMENTS_PER_GROUP)
@@ -168,7 +169,7 @@ def boundary(
 def rows_with_bad_index(expanded_idx_to_permuted_idx: AnyArray, permuted_rows: int) -> BoolArray:
     """Which rows have an index that is neither -1 nor a row of gemm2_permuted. [M, K] int32 to [M] bool."""
     idx = expanded_idx_to_permuted_idx
-    bad: BoolArray = ((idx < -1) | (idx >= permuted_rows)).any(axis=1)
+    bad: BoolArray = np.any((idx < -1) | (idx >= permuted_rows), axis=1)
     return bad
 
 
