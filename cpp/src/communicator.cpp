@@ -73,11 +73,18 @@ void setReason(char (&reason)[252], std::string const& text) {
     std::snprintf(reason, sizeof(reason), "%s", text.c_str());
 }
 
+// A peer's words, which need not end and may hold anything.
+std::string readReason(char const (&reason)[252]) {
+    std::string text(reason, strnlen(reason, sizeof(reason)));
+    std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, '?');
+    return text;
+}
+
 template <typename Answer>
 void requireAll(std::vector<Answer> const& answers, char const* step) {
     for (size_t r = 0; r < answers.size(); ++r) {
         if (answers[r].failed)
-            fail(MHC_PEER_FAILED, step, " failed on rank ", r, ": ", answers[r].reason);
+            fail(MHC_PEER_FAILED, step, " failed on rank ", r, ": ", readReason(answers[r].reason));
     }
 }
 
@@ -263,8 +270,11 @@ private:
         if (r == s_.rank)
             return c_.mailbox_;
         Offer const& offer = offers_[static_cast<size_t>(r)];
+        require(offer.residentRows >= 0, "rank ", r, " says that ", offer.residentRows, " rows are resident at once");
         if (sameProcess(r)) {
-            enablePeerAccess(s_.device, peers_[static_cast<size_t>(r)].device);
+            int const device = peers_[static_cast<size_t>(r)].device;
+            requireDeviceMemory(offer.address, device, r);
+            enablePeerAccess(s_.device, device);
             return static_cast<std::byte*>(offer.address);
         }
         void* mapped = nullptr;
@@ -274,6 +284,14 @@ private:
             " (ranks in other processes need CUDA IPC: same host, same user, no separate PID namespace)");
         c_.openedHandles_.push_back(mapped);
         return static_cast<std::byte*>(mapped);
+    }
+
+    static void requireDeviceMemory(void const* address, int device, int r) {
+        cudaPointerAttributes attributes{};
+        checkCuda(cudaPointerGetAttributes(&attributes, address), "looking at rank ", r, "'s mailbox");
+        require(
+            attributes.type == cudaMemoryTypeDevice && attributes.device == device, "rank ", r,
+            " names a mailbox that is not memory of its device ", device, ": ", address);
     }
 
     Mailbox box(int lane, std::vector<std::byte*> const& bases) const {
@@ -390,6 +408,7 @@ void Communicator::close() {
             // A peer is gone: nothing is left to wait for.
         }
     }
+    std::unique_lock<std::shared_mutex> const alone(memory_);
     release();
 }
 
@@ -414,6 +433,7 @@ void Communicator::release() noexcept {
 }
 
 int Communicator::errorLane(int lane) const {
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
     if (records_ == nullptr)
         return -1;
     int const first = lane < 0 ? 0 : lane;
@@ -423,6 +443,11 @@ int Communicator::errorLane(int lane) const {
             return i;
     }
     return -1;
+}
+
+mhcErrorRecord Communicator::record(int lane) const {
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    return records_ == nullptr ? mhcErrorRecord{} : records_[lane];
 }
 
 mhcCommInfo Communicator::info() const {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -47,7 +48,8 @@ public:
     CommSettings const& settings() const { return settings_; }
     // The first lane in error, or -1. `lane` < 0 looks at all.
     int errorLane(int lane) const;
-    mhcErrorRecord record(int lane) const { return records_[lane]; }
+    // Zeros once the communicator is closed.
+    mhcErrorRecord record(int lane) const;
     void reset();
     // Frees the device memory. Collective where no lane is in error. Calls after it throw.
     void close();
@@ -79,6 +81,9 @@ private:
     bool waitsAtGate_ = false;
     int exchangeRows_ = 0;  // up to which one kernel publishes and consumes
     std::atomic<bool> closed_{false};
+    // Shared by whoever uses the memory, alone for freeing it: plugins may still be at work when a communicator is
+    // closed.
+    mutable std::shared_mutex memory_;
 };
 
 // This rank's contribution alone, without a mailbox.

@@ -62,7 +62,7 @@ void Communicator::checkUsable(int lane) const {
     require(!closed_, "the communicator is closed");
     require(lane >= 0 && lane < settings_.lanes, "lane must be in 0 .. ", settings_.lanes - 1, ", got ", lane);
     if (errorLane(lane) >= 0)
-        fail(MHC_MAILBOX_ERROR, describe(records_[lane], lane));
+        fail(MHC_MAILBOX_ERROR, describe(record(lane), lane));
 }
 
 void Communicator::launchPublishOf(
@@ -76,6 +76,8 @@ void Communicator::launchPublishOf(
 // Publishes, unless a producer has, and consumes `rows` rows, capacity of them at a time.
 void Communicator::exchange(
     int lane, int rows, Published published, Consumer consumer, BoundaryArgs args, cudaStream_t stream) {
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    require(!closed_, "the communicator is closed");
     Mailbox const& box = boxes_[static_cast<size_t>(lane)];
     bool const byProducer = published == Published::kByProducer;
     uint32_t const operation = operationWord(published, byProducer ? Consumer::kUnknown : consumer);
@@ -127,6 +129,8 @@ void Communicator::publish(int lane, void const* x, int rows, cudaStream_t strea
     requireAligned(x, "x");
     BoundaryArgs args{};
     args.x = static_cast<uint4 const*>(x);
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    require(!closed_, "the communicator is closed");
     Chunk const chunk{0, rows, rows, nextOwner(), operationWord(Published::kByProducer, Consumer::kUnknown)};
     launchPublishOf(boxes_[static_cast<size_t>(lane)], args, chunk, stream);
 }

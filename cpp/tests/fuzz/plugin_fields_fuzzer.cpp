@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Serialised plugin fields as a damaged or hostile engine holds them. TensorRT hands them to the creator; an object
+// that the creator makes must write fields that make it again.
+#include <NvInferRuntime.h>
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "creators.h"
+
+namespace {
+
+using nvinfer1::IPluginCreatorV3One;
+using nvinfer1::IPluginV3;
+using nvinfer1::IPluginV3OneRuntime;
+using nvinfer1::PluginField;
+using nvinfer1::PluginFieldCollection;
+using nvinfer1::PluginFieldType;
+using nvinfer1::TensorRTPhase;
+
+class Input {
+public:
+    Input(uint8_t const* data, size_t size) : data_(data), size_(size) {}
+
+    uint8_t byte() {
+        if (size_ == 0)
+            return 0;
+        --size_;
+        return *data_++;
+    }
+    // A copy of its own size, so that reads beyond it are found.
+    std::vector<uint8_t> bytes(size_t count) {
+        std::vector<uint8_t> taken(count < size_ ? count : size_);
+        if (!taken.empty())
+            std::memcpy(taken.data(), data_, taken.size());
+        data_ += taken.size();
+        size_ -= taken.size();
+        taken.resize(count);
+        return taken;
+    }
+
+private:
+    uint8_t const* data_;
+    size_t size_;
+};
+
+size_t sizeOf(PluginFieldType type) {
+    switch (type) {
+        case PluginFieldType::kFLOAT64:
+        case PluginFieldType::kINT64:
+            return 8;
+        case PluginFieldType::kINT32:
+        case PluginFieldType::kFLOAT32:
+            return 4;
+        default:
+            return 1;
+    }
+}
+
+// Read back, an object's fields must make the same object.
+void remake(IPluginCreatorV3One& creator, IPluginV3& plugin) {
+    auto* const runtime =
+        static_cast<IPluginV3OneRuntime*>(plugin.getCapabilityInterface(nvinfer1::PluginCapabilityType::kRUNTIME));
+    if (runtime == nullptr)
+        __builtin_trap();
+    PluginFieldCollection const* const fields = runtime->getFieldsToSerialize();
+    if (fields == nullptr)
+        __builtin_trap();
+    IPluginV3* const again = creator.createPlugin("again", fields, TensorRTPhase::kRUNTIME);
+    if (again == nullptr)
+        __builtin_trap();
+    delete again->clone();
+    delete again;
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size) {
+    Input input(data, size);
+    int32_t count = 0;
+    auto* const* const creators = trtllm_mhc::pluginCreators(count);
+    auto& creator = static_cast<IPluginCreatorV3One&>(*creators[input.byte() % count]);
+    PluginFieldCollection const* const known = creator.getFieldNames();
+
+    std::vector<PluginField> fields;
+    std::vector<std::string> names;
+    std::vector<std::vector<uint8_t>> values;
+    size_t const entries = input.byte() % 24;
+    names.reserve(entries);
+    values.reserve(entries);
+    for (size_t i = 0; i < entries; ++i) {
+        uint8_t const which = input.byte();
+        uint8_t const form = input.byte();
+        PluginField const& spec = known->fields[which % known->nbFields];
+        names.emplace_back(spec.name);
+        if (which >= 0xF8) {
+            auto const odd = input.bytes(which & 7u);
+            names.back().assign(odd.begin(), odd.end());
+        }
+        // Mostly the declared type and length; otherwise another, with as many bytes as that promises.
+        auto const type = form < 0xE0 ? spec.type : static_cast<PluginFieldType>(form & 15u);
+        int32_t length = spec.type == PluginFieldType::kCHAR ? form % 20 : (form & 1u) != 0 ? form % 10 : 1;
+        bool const absent = form == 0xFF;
+        values.push_back(input.bytes(static_cast<size_t>(length) * sizeOf(type)));
+        if (form == 0xDF)
+            length = -static_cast<int32_t>(which);
+        fields.emplace_back(names.back().c_str(), absent ? nullptr : values.back().data(), type, length);
+    }
+    // TensorRT gives creators NUL-terminated names; the values lie where they were read.
+    PluginFieldCollection const collection{static_cast<int32_t>(fields.size()), fields.data()};
+    for (TensorRTPhase const phase : {TensorRTPhase::kBUILD, TensorRTPhase::kRUNTIME}) {
+        IPluginV3* const plugin = creator.createPlugin("fuzzed", &collection, phase);
+        if (plugin == nullptr)
+            continue;
+        remake(creator, *plugin);
+        delete plugin;
+    }
+    return 0;
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Communicators and handles on many threads, on a CUDA that is not there (fake_cuda.cpp). Built with ThreadSanitizer by
+// scripts/check_host.sh, which finds what these tests only stir.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "mhc/mhc.h"
+
+namespace {
+
+constexpr int kRanks = 4;
+
+mhcCommConfig configOf(int rank, int ranks, uint32_t timeoutMs = 20000) {
+    mhcCommConfig config{};
+    config.struct_size = sizeof(config);
+    config.tp_size = ranks;
+    config.rank = rank;
+    config.device = rank % 2;
+    config.hidden_size = 4096;
+    config.capacity = 2;
+    config.lanes = 2;
+    config.timeout_ms = timeoutMs;
+    return config;
+}
+
+template <typename Work>
+void onThreads(int count, Work work) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < count; ++i)
+        threads.emplace_back(work, i);
+    for (std::thread& thread : threads)
+        thread.join();
+}
+
+TEST(Communicator, GroupsAreMadeResetAndDestroyed) {
+    for (int round = 0; round < 20; ++round) {
+        onThreads(kRanks, [](int rank) {
+            mhcCommConfig const config = configOf(rank, kRanks);
+            mhcComm_t comm = nullptr;
+            ASSERT_EQ(mhcCommCreateThreads(&comm, &config, "group"), MHC_SUCCESS) << mhcLastError();
+            ASSERT_EQ(mhcCommReset(comm), MHC_SUCCESS) << mhcLastError();
+            EXPECT_EQ(mhcCommStatus(comm, -1, nullptr), MHC_SUCCESS) << mhcLastError();
+            EXPECT_EQ(mhcCommDestroy(comm), MHC_SUCCESS) << mhcLastError();
+        });
+    }
+}
+
+TEST(Communicator, GroupsOfTheSameProcessDoNotMeet) {
+    onThreads(2 * kRanks, [](int thread) {
+        int const rank = thread / 2;
+        mhcCommConfig const config = configOf(rank, kRanks);
+        mhcComm_t comm = nullptr;
+        ASSERT_EQ(mhcCommCreateThreads(&comm, &config, thread % 2 == 0 ? "even" : "odd"), MHC_SUCCESS);
+        EXPECT_EQ(mhcCommReset(comm), MHC_SUCCESS) << mhcLastError();
+        EXPECT_EQ(mhcCommDestroy(comm), MHC_SUCCESS);
+    });
+}
+
+TEST(Communicator, ARankThatDoesNotComeIsAnErrorOnAllOthers) {
+    onThreads(kRanks, [](int rank) {
+        if (rank == 1)
+            return;
+        mhcCommConfig const config = configOf(rank, kRanks, 200);
+        mhcComm_t comm = nullptr;
+        mhcStatus const status = mhcCommCreateThreads(&comm, &config, "incomplete");
+        EXPECT_TRUE(status == MHC_TIMEOUT || status == MHC_PEER_FAILED) << mhcStatusName(status);
+        EXPECT_EQ(comm, nullptr);
+    });
+}
+
+TEST(Communicator, RanksThatDisagreeAllFindOut) {
+    onThreads(2, [](int rank) {
+        mhcCommConfig config = configOf(rank, 2);
+        config.capacity = 2 + rank;
+        mhcComm_t comm = nullptr;
+        EXPECT_EQ(mhcCommCreateThreads(&comm, &config, "disagree"), MHC_INVALID_ARGUMENT);
+        EXPECT_NE(std::string(mhcLastError()).find("has capacity = "), std::string::npos) << mhcLastError();
+    });
+}
+
+// Plugins hold, look for and let go of handles on their threads while others use and destroy them.
+TEST(Registry, HandlesAreUsedWhileTheyAreDestroyed) {
+    for (int round = 0; round < 50; ++round) {
+        std::array<mhcComm_t, 2> comms{};
+        onThreads(2, [&](int rank) {
+            mhcCommConfig const config = configOf(rank, 2);
+            ASSERT_EQ(mhcCommCreateThreads(&comms[static_cast<size_t>(rank)], &config, "registry"), MHC_SUCCESS);
+        });
+        std::atomic<int> started{0};
+        onThreads(6, [&](int thread) {
+            ++started;
+            while (started < 6)
+                std::this_thread::yield();
+            auto const rank = static_cast<size_t>(thread % 2);
+            if (thread < 2) {
+                EXPECT_EQ(mhcCommDestroy(comms[rank]), MHC_SUCCESS) << mhcLastError();
+                return;
+            }
+            if (mhcCommSetCurrent(comms[rank], 1) != MHC_SUCCESS)
+                return;
+            for (int i = 0; i < 50; ++i) {
+                mhcComm_t found = nullptr;
+                int32_t lane = 0;
+                if (mhcCommFind(2, nullptr, 0, &found, &lane) != MHC_SUCCESS)
+                    continue;
+                mhcCommInfo info{};
+                info.struct_size = sizeof(info);
+                mhcCommStatus(found, -1, nullptr);
+                if (mhcCommRetain(found) != MHC_SUCCESS)
+                    continue;
+                EXPECT_EQ(mhcCommGetInfo(found, &info), MHC_SUCCESS);
+                EXPECT_EQ(mhcCommRelease(found), MHC_SUCCESS);
+            }
+            mhcCommSetCurrent(nullptr, 0);
+        });
+    }
+}
+
+}  // namespace
