@@ -53,6 +53,8 @@ triton: venv
 test: venv
 	$(MAKE) --no-print-directory -j2 build tensorrt triton VERSIONS="$(TENSORRTS)"
 	$(MAKE) --no-print-directory cpp-test
+	$(MAKE) --no-print-directory model-test
+	$(MAKE) --no-print-directory host-test
 	$(MAKE) --no-print-directory python-test
 
 cpp-test:
@@ -66,6 +68,16 @@ python-test:
 	    $(patsubst %,--tensorrt %,$(filter-out installed,$(firstword $(TENSORRTS)))) || status=$$?; \
 	wait $$further || status=$$?; \
 	cat build/further.log; exit $$status
+
+# The mailbox protocol, by spin: cpp/tests/model/README.md.
+model-test:
+	scripts/check_model.sh
+
+# The library's host side under sanitizers; FUZZ_SECONDS for each of the fuzzers.
+FUZZ_SECONDS ?= 15
+host-test:
+	scripts/check_host.sh threads
+	scripts/check_host.sh fuzz $(FUZZ_SECONDS)
 
 # Part of the tests may hold none that use TensorRT: pytest's status 5. All of them do.
 python-test-further:

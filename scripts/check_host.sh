@@ -23,7 +23,7 @@ fi
 [ -f "$ninja" ] || { echo "check_host.sh: expected a build in $(dirname "$ninja"): make build" >&2; exit 1; }
 mapfile -t includes < <(grep -oE -- '-isystem [^ ]+' "$ninja" | sort -u | tr ' ' '\n')
 
-flags=(-std=c++17 -O1 -g -Wall -Wextra -Werror -fno-omit-frame-pointer -Icpp/include -Icpp/src -Iplugins "${includes[@]}"
+flags=(-std=c++17 -O1 -g -Wall -Wextra -Werror -fno-omit-frame-pointer -Icpp/include -Icpp/src -Icpp/tests/host -Iplugins "${includes[@]}"
     -DMHC_VERSION='"host"')
 host=(cpp/src/*.cpp cpp/tests/host/fake_cuda.cpp)
 # The plugins but for what looks for TensorRT in the process.

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "fake_cuda.h"
 #include "mhc/mhc.h"
 
 namespace {
@@ -83,6 +84,29 @@ TEST(Communicator, RanksThatDisagreeAllFindOut) {
         EXPECT_EQ(mhcCommCreateThreads(&comm, &config, "disagree"), MHC_INVALID_ARGUMENT);
         EXPECT_NE(std::string(mhcLastError()).find("has capacity = "), std::string::npos) << mhcLastError();
     });
+}
+
+TEST(Communicator, DevicesThatDoNotReachEachOtherAreAnErrorOnAllRanks) {
+    fakePeerAccess = false;
+    onThreads(kRanks, [](int rank) {
+        mhcCommConfig const config = configOf(rank, kRanks);
+        mhcComm_t comm = nullptr;
+        EXPECT_EQ(mhcCommCreateThreads(&comm, &config, "apart"), MHC_PEER_FAILED);
+        std::string const message = mhcLastError();
+        EXPECT_NE(message.find("device 0 cannot access the memory of device 1"), std::string::npos) << message;
+        EXPECT_NE(message.find("needs peer access"), std::string::npos) << message;
+    });
+    fakePeerAccess = true;
+}
+
+TEST(Communicator, OtherHiddenSizesAreRefusedBeforeAnybodyWaits) {
+    for (int const hidden : {0, -4096, 4100, 5128, 8192}) {
+        mhcCommConfig config = configOf(0, 2);
+        config.hidden_size = hidden;
+        mhcComm_t comm = nullptr;
+        EXPECT_EQ(mhcCommCreateThreads(&comm, &config, "hidden"), MHC_INVALID_ARGUMENT);
+        EXPECT_NE(std::string(mhcLastError()).find("4096, 5120 or 7168"), std::string::npos) << mhcLastError();
+    }
 }
 
 // Plugins hold, look for and let go of handles on their threads while others use and destroy them.

@@ -10,7 +10,10 @@
 #include <map>
 #include <mutex>
 
+#include "fake_cuda.h"
 #include "kernels.h"
+
+std::atomic<bool> fakePeerAccess{true};
 
 namespace {
 
@@ -60,7 +63,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 cudaError_t cudaDeviceCanAccessPeer(int* can, int from, int to) {
     if (!isDevice(from) || !isDevice(to))
         return cudaErrorInvalidDevice;
-    *can = 1;
+    *can = fakePeerAccess ? 1 : 0;
     return cudaSuccess;
 }
 
