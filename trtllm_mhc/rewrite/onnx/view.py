@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class OnnxValue(Value):
     def dtype(self) -> Any:
         return self.element_type
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(size if isinstance(size, int) else -1 for size in self.dims or ())
 
