@@ -11,7 +11,7 @@ model=$(cd "$(dirname "$0")/.." && pwd)/cpp/tests/model/mailbox.pml
 #   name                            must    how
 configurations="
     two_ranks_exchange_produced     hold    -DMODES=EXCHANGE+PRODUCED
-    two_ranks_split_gated           hold    -DMODES=SPLIT+GATED
+    two_ranks_split_gated           hold    -DMODES=SPLIT+GATED -DSTORES=AT_ONCE
     two_ctas_a_row                  hold    -DROWS=1 -DCTAS=2 -DSTORES=APART
     three_ranks_every_mode          hold    -DRANKS=3 -DROWS=1
     three_ranks_two_rows            hold    -DRANKS=3 -DSTORES=AT_ONCE -DMODES=EXCHANGE
@@ -82,7 +82,7 @@ check() {
     fi
     printf '  WRONG %-32s must %s, but does %s %s\n' "$name" "$must" "$outcome" "${trace[*]}"
     if [ "$outcome" = fail ]; then
-        spin -t -p "${flags[@]}" "$model" | tail -80
+        spin -k mailbox.pml.trail -t -p -g "${flags[@]}" "$model" | tail -80
     elif [ "$outcome" = "not finish" ]; then
         tail -20 pan.log
     fi
