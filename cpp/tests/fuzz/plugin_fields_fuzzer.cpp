@@ -4,6 +4,7 @@
 // that the creator makes must write fields that make it again.
 #include <NvInferRuntime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -60,6 +61,20 @@ size_t sizeOf(PluginFieldType type) {
     }
 }
 
+// Values that some field accepts: what is left to chance is which.
+std::vector<uint8_t> plausible(PluginFieldType type, uint8_t choice) {
+    constexpr int32_t kIntegers[] = {1, 4, 2, 0, 8, 20, -1, 5120};
+    constexpr float kReals[] = {1e-20F, 2.0F, 0.0F, 1e-6F};
+    std::vector<uint8_t> value(4);
+    if (type == PluginFieldType::kFLOAT32)
+        std::memcpy(value.data(), &kReals[choice % 4], 4);
+    else if (type == PluginFieldType::kINT32)
+        std::memcpy(value.data(), &kIntegers[choice % 8], 4);
+    else
+        value.assign({'o', 'n', 'e', 's', 'h', 'o', 't'});
+    return value;
+}
+
 // Read back, an object's fields must make the same object.
 void remake(IPluginCreatorV3One& creator, IPluginV3& plugin) {
     auto* const runtime =
@@ -89,8 +104,10 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size) {
     std::vector<std::string> names;
     std::vector<std::vector<uint8_t>> values;
     size_t const entries = input.byte() % 24;
-    names.reserve(entries);
-    values.reserve(entries);
+    bool const completes = (input.byte() & 1u) != 0;
+    size_t const most = entries + static_cast<size_t>(known->nbFields);
+    names.reserve(most);
+    values.reserve(most);
     for (size_t i = 0; i < entries; ++i) {
         uint8_t const which = input.byte();
         uint8_t const form = input.byte();
@@ -108,6 +125,17 @@ extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size) {
         if (form == 0xDF)
             length = -static_cast<int32_t>(which);
         fields.emplace_back(names.back().c_str(), absent ? nullptr : values.back().data(), type, length);
+    }
+    for (int32_t i = 0; completes && i < known->nbFields; ++i) {
+        PluginField const& spec = known->fields[i];
+        uint8_t const choice = input.byte();
+        bool const isThere = std::find(names.begin(), names.end(), spec.name) != names.end();
+        if (isThere || choice >= 0xC0)
+            continue;
+        names.emplace_back(spec.name);
+        values.push_back(plausible(spec.type, choice));
+        auto const length = static_cast<int32_t>(values.back().size() / sizeOf(spec.type));
+        fields.emplace_back(names.back().c_str(), values.back().data(), spec.type, length);
     }
     // TensorRT gives creators NUL-terminated names; the values lie where they were read.
     PluginFieldCollection const collection{static_cast<int32_t>(fields.size()), fields.data()};
