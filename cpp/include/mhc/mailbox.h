@@ -25,6 +25,10 @@
 // of n. Two generations would do if a publish never overlapped the consume before it; the third allows programmatic
 // launch.
 //
+// The ticket finds a second user of a row while the first is in it. Two enqueues that run on one lane at once with two
+// or more rows each, publish and consume in one kernel, can still pass each other between rows and cross them; nothing
+// notices (cpp/tests/model, two_streams_exchange). Whoever runs things at once gives each a lane.
+//
 // Errors. Whoever finds one (time-out, other header, ticket taken, nothing published) writes the lane's record once,
 // sets the lane's error word, and neither advances nor clears. Its outputs, and those of every later call on the lane,
 // are NaN, without waiting. Only the collective reset leaves that state: synchronise, barrier, refill, synchronise,
