@@ -10,6 +10,8 @@
 #include <cstring>
 #include <random>
 
+#include "agreement.h"
+#include "device_guard.h"
 #include "status.h"
 
 namespace mhc {
@@ -62,46 +64,6 @@ struct Offer {
     cudaIpcMemHandle_t handle;
     int32_t hasHandle;
     int32_t residentRows;  // of a kernel that exchanges
-};
-
-struct Verdict {
-    int32_t failed;
-    char reason[252];
-};
-
-void setReason(char (&reason)[252], std::string const& text) {
-    std::snprintf(reason, sizeof(reason), "%s", text.c_str());
-}
-
-// A peer's words, which need not end and may hold anything.
-std::string readReason(char const (&reason)[252]) {
-    std::string text(reason, strnlen(reason, sizeof(reason)));
-    std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, '?');
-    return text;
-}
-
-template <typename Answer>
-void requireAll(std::vector<Answer> const& answers, char const* step) {
-    for (size_t r = 0; r < answers.size(); ++r) {
-        if (answers[r].failed)
-            fail(MHC_PEER_FAILED, step, " failed on rank ", r, ": ", readReason(answers[r].reason));
-    }
-}
-
-// Restores the calling thread's device.
-class DeviceGuard {
-public:
-    explicit DeviceGuard(int device) {
-        checkCuda(cudaGetDevice(&before_), "cudaGetDevice");
-        if (before_ != device)
-            checkCuda(cudaSetDevice(device), "cudaSetDevice(", device, ")");
-    }
-    ~DeviceGuard() { cudaSetDevice(before_); }
-    DeviceGuard(DeviceGuard const&) = delete;
-    DeviceGuard& operator=(DeviceGuard const&) = delete;
-
-private:
-    int before_ = 0;
 };
 
 void enablePeerAccess(int from, int to) {
