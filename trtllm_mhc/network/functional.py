@@ -41,6 +41,7 @@ __all__ = [
     "mhc_final_collapse",
     "mhc_post",
     "mhc_pre_delayed",
+    "moe_finalize",
     "mxfp8_quantize",
     "rms_norm",
     "select_stream",
@@ -82,6 +83,49 @@ def all_reduce(network: trt.INetworkDefinition, x: trt.ITensor, spec: Communicat
     layer.num_ranks = spec.tp_size
     label_all_reduce_sum(layer, spec.ranks)
     return out
+
+
+def moe_finalize(
+    network: trt.INetworkDefinition,
+    gemm2_permuted: trt.ITensor,
+    expert_weights: trt.ITensor,
+    expanded_idx_to_permuted_idx: trt.ITensor,
+    shared_output: trt.ITensor,
+) -> trt.ITensor:
+    """This rank's MoE output: its experts' rows weighted and summed, and the shared experts' output added.
+
+    ``bf16((sum over k of rows[idx[t, k]] * weight[t, k]) + shared[t])``, taken in float32 in the order of the routes
+    and rounded once. Where the index is -1 (the expert is on another rank) neither row nor weight counts, whatever
+    they are.
+
+    Args:
+        gemm2_permuted: [P, H] bf16, rows of the second expert GEMM in permuted order.
+        expert_weights: [M, K] f32.
+        expanded_idx_to_permuted_idx: [M, K] int32, rows of ``gemm2_permuted`` or -1.
+        shared_output: [M, H] bf16, this rank's partial of the shared experts.
+
+    Returns:
+        [M, H] bf16.
+    """
+    ops.check(gemm2_permuted, "moe_finalize: gemm2_permuted", trt.bfloat16, (None, None))
+    ops.check(expert_weights, "moe_finalize: expert_weights", trt.float32, (None, None))
+    hidden, top_k = gemm2_permuted.shape[1], expert_weights.shape[1]
+    ops.check(expanded_idx_to_permuted_idx, "moe_finalize: expanded_idx_to_permuted_idx", trt.int32, (None, top_k))
+    ops.check(shared_output, "moe_finalize: shared_output", trt.bfloat16, (None, hidden))
+    index = expanded_idx_to_permuted_idx
+    zero, none = (constant(network, np.array([[value]], np.int32)) for value in (0, -1))
+    rows = network.add_gather(
+        gemm2_permuted, ops.elementwise(network, index, zero, trt.ElementWiseOperation.MAX), axis=0
+    )
+    weights = ops.reshape(network, expert_weights, (0, top_k, 1))
+    products = ops.mul(network, cast(network, ops.output(rows, "moe_finalize"), trt.float32), weights)
+    held = ops.reshape(network, ops.elementwise(network, index, none, trt.ElementWiseOperation.GREATER), (0, top_k, 1))
+    # After the product, so that what is not finite stays out whichever of the two it is.
+    products = ops.select(network, held, products, constant(network, np.zeros((1, 1, 1), np.float32)))
+    total = select_stream(network, products, 0)
+    for route in range(1, top_k):
+        total = ops.add(network, total, select_stream(network, products, route))
+    return cast(network, ops.add(network, total, cast(network, shared_output, trt.float32)), trt.bfloat16)
 
 
 def broadcast_streams(network: trt.INetworkDefinition, x: trt.ITensor, hc_mult: int) -> trt.ITensor:

@@ -90,6 +90,11 @@ def gather(network: trt.INetworkDefinition, x: trt.ITensor, indices: Array, axis
     return output(network.add_gather(x, constant(network, indices), axis), "gather")
 
 
+def select(network: trt.INetworkDefinition, condition: trt.ITensor, a: trt.ITensor, b: trt.ITensor) -> trt.ITensor:
+    """``a`` where ``condition`` (bool) holds, else ``b``; broadcast where a dimension is 1."""
+    return output(network.add_select(condition, a, b), "select")
+
+
 def reshape(network: trt.INetworkDefinition, x: trt.ITensor, shape: tuple[int, ...]) -> trt.ITensor:
     """``x`` as ``shape``, in which a leading 0 copies the (dynamic) first dimension."""
     layer = network.add_shuffle(x)

@@ -78,7 +78,7 @@ class BoundaryOutputs:
 
 def add_boundary(
     network: trt.INetworkDefinition,
-    x: trt.ITensor,
+    contribution: trt.ITensor | FinalizeInputs,
     residual: trt.ITensor,
     post: trt.ITensor,
     comb: trt.ITensor,
@@ -91,13 +91,13 @@ def add_boundary(
     group: Sequence[int] = (),
     published: bool = False,
 ) -> tuple[trt.ITensor, trt.ITensor | None]:
-    """Add a ``MhcBoundary`` to the sublayer output ``x`` [M, H] bf16 and return (residual_out, layer_input).
+    """Add a ``MhcBoundary`` to a sublayer's output and return (residual_out, layer_input).
 
     ``layer_input`` is None if residual-only. Arguments and errors are those of :func:`add_boundary_layer`.
     """
     outputs = add_boundary_layer(
         network,
-        x,
+        contribution,
         residual,
         post,
         comb,

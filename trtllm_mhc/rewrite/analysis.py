@@ -69,6 +69,7 @@ def _entry(name: str, plan: Plan) -> BoundaryEntry:
         hidden=post.streams.shape[-1],
         hc=post.hc,
         tp_size=plan.tp_size,
+        contribution="plain" if plan.status == "refused" else plan.contribution,
         reasons=tuple(plan.reasons),
         notes=tuple(plan.notes),
         exactness=() if plan.status == "refused" else tuple(plan.exactness),

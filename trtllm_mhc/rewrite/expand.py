@@ -16,21 +16,29 @@ from dataclasses import dataclass, field
 
 import tensorrt as trt
 
-from trtllm_mhc.rewrite.graph import Node, Op, Value
+from trtllm_mhc.rewrite.graph import Node, Op, Value, scalar_constant
 from trtllm_mhc.rewrite.indexing import HIDDEN, Axis, Index, broadcast, source
 
-#: Sums over more elements than this are no sums over streams.
+#: Sums over more elements than this are no sums over streams or routes.
 MAX_STREAMS = 8
-_MAX_TERMS = 2 * MAX_STREAMS
+MAX_ROUTES = 16
+_MAX_TERMS = 2 * MAX_ROUTES
 _MAX_STEPS = 1024
 
 
 @dataclass(frozen=True)
 class Factor:
-    """An element, under every name it has: the tensor used, then the tensors it was moved from."""
+    """An element, under every name it has: the tensor used, then the tensors it was moved from.
+
+    Attributes:
+        names: tensors and indices.
+        reciprocal: whether one over it is meant.
+        guard: of a condition, for which truth the rest of the product counts; else it is zero, whatever the rest is.
+    """
 
     names: tuple[tuple[Value, Index], ...]
     reciprocal: bool = False
+    guard: bool | None = None
 
     @property
     def is_wide(self) -> bool:
@@ -81,7 +89,9 @@ class _TooComplexError(Exception):
     pass
 
 
-def expand(root: Value, index: Index, origin: Value, inside: Container[Value]) -> Expansion | None:
+def expand(
+    root: Value, index: Index, origin: Value | None, inside: Container[Value], *, guards: bool = False
+) -> Expansion | None:
     """Element ``index`` of ``root`` as a sum of products, or None if it is none of at most a few terms.
 
     Args:
@@ -89,8 +99,9 @@ def expand(root: Value, index: Index, origin: Value, inside: Container[Value]) -
         index: one index per axis of it.
         origin: a tensor to take as it is, whatever computes it.
         inside: bfloat16 tensors to look into as well, as roundings inside the sum.
+        guards: whether to look into a choice between a tensor and zero, as a product with a guard.
     """
-    expander = _Expander(origin, inside)
+    expander = _Expander(origin, inside, guards)
     start = root
     if root.producer is not None and root.producer.op is Op.CAST:
         start = root.producer.operands[0]
@@ -102,9 +113,10 @@ def expand(root: Value, index: Index, origin: Value, inside: Container[Value]) -
 
 
 class _Expander:
-    def __init__(self, origin: Value, inside: Container[Value]) -> None:
+    def __init__(self, origin: Value | None, inside: Container[Value], guards: bool) -> None:
         self.origin = origin
         self.inside = inside
+        self.guards = guards
         self.steps = 0
         self.adds = False
         self.bf16_arithmetic = False
@@ -159,6 +171,8 @@ class _Expander:
             return self._matmul(node, index)
         if node.op is Op.EINSUM:
             return self._einsum(node, index)
+        if node.op is Op.SELECT and self.guards:
+            return self._select(node, index)
         return None
 
     def _elementwise(self, node: Node, index: Index) -> list[Term] | None:
@@ -169,17 +183,24 @@ class _Expander:
         if node.op is Op.DIV:
             if HIDDEN in index_b:
                 return None
-            divisor = Term(1.0, (Factor(_names(b, index_b), reciprocal=True),))
+            divisor = Term(1.0, (Factor(names_of(b, index_b), reciprocal=True),))
             return [term.times(divisor) for term in self.wide(a, index_a)]
         if node.op is Op.ADD:
             self.adds = True
             return self.wide(a, index_a, summand=True) + self.wide(b, index_b, summand=True)
         return [x.times(y) for x in self.wide(a, index_a) for y in self.wide(b, index_b)]
 
+    def _select(self, node: Node, index: Index) -> list[Term] | None:
+        guarded = guard_of(node, index)
+        if guarded is None:
+            return None
+        guard, kept, kept_index = guarded
+        return [term.times(Term(1.0, (guard,))) for term in self.wide(kept, kept_index)]
+
     def _reduce(self, node: Node, index: Index) -> list[Term] | None:
         value, reduced = node.operands[0], node.reduced_axes
         sizes = [value.shape[axis] for axis in reduced]
-        if len(reduced) != 1 or not 0 < sizes[0] <= MAX_STREAMS:
+        if len(reduced) != 1 or not 0 < sizes[0] <= MAX_ROUTES:
             return None
         axis, size = reduced[0], sizes[0]
         rest = index[axis + 1 :] if node.keeps_axes else index[axis:]
@@ -195,7 +216,7 @@ class _Expander:
         row = None if op_a == "VECTOR" else last.pop(0)
         column = None if op_b == "VECTOR" else last.pop(0)
         size = a.shape[-2] if op_a == "TRANSPOSE" else a.shape[-1]
-        if not 0 < size <= MAX_STREAMS:
+        if not 0 < size <= MAX_ROUTES:
             return None
         terms = []
         for k in range(size):
@@ -222,7 +243,7 @@ class _Expander:
             for letter, size in zip(names, value.shape, strict=True)
         }
         summed = [letter for letter in sizes if letter not in at]
-        if len(summed) > 1 or any(not 0 < sizes[letter] <= MAX_STREAMS for letter in summed):
+        if len(summed) > 1 or any(not 0 < sizes[letter] <= MAX_ROUTES for letter in summed):
             return None
         terms = []
         for k in range(sizes[summed[0]] if summed else 1):
@@ -237,7 +258,17 @@ class _Expander:
         return terms
 
 
-def _names(value: Value, index: Index) -> tuple[tuple[Value, Index], ...]:
+def guard_of(node: Node, index: Index) -> tuple[Factor, Value, Index] | None:
+    """An `Op.SELECT` between a tensor and zero: its condition as a factor, and the tensor's element; else None."""
+    condition, chosen, other = node.operands
+    for kept, zero, truth in ((chosen, other, True), (other, chosen, False)):
+        at, kept_at = broadcast(condition, index), broadcast(kept, index)
+        if scalar_constant(zero) == 0.0 and at is not None and kept_at is not None:
+            return Factor(names_of(condition, at), guard=truth), kept, kept_at
+    return None
+
+
+def names_of(value: Value, index: Index) -> tuple[tuple[Value, Index], ...]:
     """The element and where it was moved from, as far as nothing computes or rounds it."""
     names = [(value, index)]
     while True:
@@ -258,7 +289,7 @@ def is_widening(node: Node) -> bool:
 
 
 def _leaf(value: Value, index: Index) -> Term:
-    return Term(1.0, (Factor(_names(value, index)),))
+    return Term(1.0, (Factor(names_of(value, index)),))
 
 
 def _coefficient(value: Value, index: Index) -> Term:

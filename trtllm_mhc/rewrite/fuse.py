@@ -61,7 +61,7 @@ def _add_layers(network: Any, fused: list[tuple[str, Plan]]) -> list[_Replacemen
         adapter = _Adapter(network, name, new)
         residual_out, layer_input = plugins.add_boundary(
             network,
-            adapter.flat(boundary.all_reduce.partial, "x", (hidden,)),
+            adapter.contribution(plan),
             adapter.flat(post.residual, "residual", (hc, hidden)),
             adapter.flat(post.post, "post", (hc,)),
             adapter.flat(post.comb, "comb", (hc, hc), transpose=post.comb_transposed),
@@ -94,6 +94,20 @@ class _Adapter:
         self.network = network
         self.name = name
         self.replaced = replaced
+
+    def contribution(self, plan: Plan) -> Any:
+        """What the layer takes from this rank."""
+        boundary, finalize = plan.boundary, plan.finalize
+        hidden = boundary.post.streams.shape[-1]
+        if finalize is None or finalize.shared is None:
+            return self.flat(boundary.all_reduce.partial, "x", (hidden,))
+        top_k = (finalize.top_k,)
+        return plugins.FinalizeInputs(
+            gemm2_permuted=self._tensor(finalize.rows),
+            expert_weights=self.flat(finalize.weights, "expert_weights", top_k),
+            expanded_idx_to_permuted_idx=cast(self.network, self.flat(finalize.index, "index", top_k), trt.int32),
+            shared_output=self.flat(finalize.shared, "shared_output", (hidden,)),
+        )
 
     def flat(self, value: Value, role: str, trailing: tuple[int, ...], *, transpose: bool = False) -> Any:
         """``value`` as [M, *trailing]."""

@@ -46,6 +46,17 @@ class Op(Enum):
     CONCAT = auto()
     CONSTANT = auto()
     NORMALIZATION = auto()
+    SELECT = auto()
+    MAX = auto()
+    MIN = auto()
+    GREATER = auto()
+    GREATER_EQUAL = auto()
+    LESS = auto()
+    LESS_EQUAL = auto()
+    EQUAL = auto()
+    NOT = auto()
+    AND = auto()
+    OR = auto()
     PLUGIN_V2 = auto()
     PLUGIN_V3 = auto()
     DIST_COLLECTIVE = auto()
@@ -247,6 +258,11 @@ class Node:
     @property
     def epsilon(self) -> float:
         """The epsilon of an `Op.NORMALIZATION`."""
+        raise NotImplementedError
+
+    @property
+    def quantizes_mxfp8(self) -> bool:
+        """Whether the layer quantises its input to MXFP8 at run time; can be asked of every layer."""
         raise NotImplementedError
 
     def all_reduce(self) -> AllReduce | None:

@@ -14,6 +14,7 @@ import tensorrt as trt
 
 from trtllm_mhc.network import plugins
 from trtllm_mhc.reference.compare import agreement_factor
+from trtllm_mhc.rewrite.finalize import Finalize
 from trtllm_mhc.rewrite.graph import AllReduce, Graph, Node, Value
 from trtllm_mhc.rewrite.match import Boundary, Collapse
 from trtllm_mhc.rewrite.norm import Norm
@@ -45,6 +46,8 @@ def _plan(graph: Graph, boundary: Boundary, options: FuseOptions) -> Plan:
     plan.reasons += _check_post(graph, boundary)
     if boundary.collapse is not None:
         _plan_entry(graph, plan, boundary.collapse, boundary.norm, options)
+    if boundary.finalize is not None and options.finalize:
+        _plan_finalize(plan, boundary.finalize)
     if not plan.reasons:
         plan.exactness = list(_exactness(plan))
     return plan
@@ -216,6 +219,9 @@ def _plan_entry(graph: Graph, plan: Plan, collapse: Collapse, norm: Norm | None,
         return
     plan.reasons += _check_norm(graph, plan.boundary, collapse, norm)
     plan.collapse, plan.norm = collapse, norm
+    note = _quantization_note(norm)
+    if note is not None:
+        plan.notes.append(note)
 
 
 def _other_arithmetic(collapse: Collapse, norm: Norm, options: FuseOptions) -> Reason | None:
@@ -252,6 +258,71 @@ def _other_arithmetic(collapse: Collapse, norm: Norm, options: FuseOptions) -> R
             "Take them in float32.",
         )
     return None
+
+
+def _plan_finalize(plan: Plan, finalize: Finalize) -> None:
+    """Decide on the end of a MoE before the all-reduce: part of the new layer, or left as it is with a note."""
+    notes = list(_check_finalize(plan.boundary, finalize))
+    plan.notes += notes
+    plan.finalize = None if notes else finalize
+
+
+def _check_finalize(boundary: Boundary, finalize: Finalize) -> Iterator[Reason]:
+    name, partial = finalize.finalized.name, boundary.all_reduce.partial
+    if finalize.shared is None:
+        yield Reason(
+            "finalize_without_shared",
+            f"The MoE's output {name!r} has no shared experts' output added to it.",
+            "Add it before the all-reduce, or leave the finalize to TensorRT.",
+        )
+        return
+    if not finalize.is_masked:
+        yield Reason(
+            "finalize_unmasked",
+            f"In the MoE's output {name!r} it is not proven that an index of -1 in {finalize.index.name!r} adds "
+            "nothing and that every other one picks its own row.",
+            "Clamp the index by max(index, 0), and choose zero for the product where the index is below 0.",
+        )
+    if finalize.expansion.extra_roundings or finalize.expansion.bf16_arithmetic:
+        yield Reason(
+            "finalize_extra_rounding",
+            f"The MoE's output {name!r} is rounded to bfloat16 before it is complete; the fused one is rounded once.",
+            "Weight, sum and add the shared experts in float32 and cast the result.",
+        )
+    readers = [consumer.name for consumer, _ in partial.live_consumers() if consumer is not boundary.all_reduce.node]
+    if readers or partial.is_output or partial.is_debug:
+        what = f"is also read by {readers[0]!r}" if readers else "is an output or a debug tensor of the network"
+        yield Reason(
+            "finalize_consumer",
+            f"The MoE's output {partial.name!r} {what}.",
+            "Read the streams instead; the fused layer does not compute it.",
+        )
+    yield from _check_dtypes(
+        {
+            "gemm2_permuted": (finalize.rows, trt.bfloat16),
+            "expert_weights": (finalize.weights, trt.float32),
+            "shared_output": (finalize.shared, trt.bfloat16),
+        }
+    )
+    streams = boundary.post.streams
+    yield from _check_rows(
+        {"expert_weights": finalize.weights, "index": finalize.index, "shared_output": finalize.shared}, streams, 1
+    )
+
+
+def _quantization_note(norm: Norm) -> Reason | None:
+    """Why a dynamic MXFP8 quantisation of a layer input stays beside the boundary; None where there is none."""
+    value, found = norm.layer_input, None
+    for node, _ in value.live_consumers():
+        found = found or (node if node.quantizes_mxfp8 else None)
+    if found is None:
+        return None
+    return Reason(
+        "mxfp8_layout",
+        f"{found.name!r} quantises the layer input {value.name!r} to MXFP8. The plugin could, but it writes its scales "
+        "128x4-swizzled in words of int32, and no layer of TensorRT reads them so.",
+        "Leave it to TensorRT, or give the layer input to a plugin that reads swizzled scales.",
+    )
 
 
 def _check_norm(graph: Graph, boundary: Boundary, collapse: Collapse, norm: Norm) -> Iterator[Reason]:
@@ -326,6 +397,11 @@ def _exactness(plan: Plan) -> Iterator[str]:
         "streams: the same sum in another order; equal, one bfloat16 ulp apart, or within "
         f"{agreement_factor(hc + 1):.0f} * 2^-24 * sum of |terms| before rounding"
     )
+    if plan.finalize is not None:
+        yield (
+            "MoE output: the same sum in another order; equal, one bfloat16 ulp apart, or within "
+            f"{agreement_factor(plan.finalize.top_k + 1):.0f} * 2^-24 * sum of |terms| before rounding"
+        )
     if plan.boundary.all_reduce.form != "MhcAllReduce":
         yield "all-reduce: summed in rank order; the replaced layer has an order of its own"
     if plan.collapse is not None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TypeVar
 
 import tensorrt as trt
 
 from trtllm_mhc.rewrite.expand import MAX_STREAMS, Expansion, Factor, Term, expand
+from trtllm_mhc.rewrite.finalize import Finalize, match_finalize
 from trtllm_mhc.rewrite.graph import AllReduce, Graph, Node, Value
 from trtllm_mhc.rewrite.indexing import HIDDEN, Axis, is_element, rows
 from trtllm_mhc.rewrite.norm import Norm, match_norm
@@ -65,12 +67,17 @@ class Collapse:
 
 @dataclass
 class Boundary:
-    """A boundary as found."""
+    """A boundary as found.
+
+    Attributes:
+        finalize: what makes the all-reduce's summand, where that is the end of a MoE.
+    """
 
     all_reduce: AllReduce
     posts: list[Post] = field(default_factory=list)
     collapse: Collapse | None = None
     norm: Norm | None = None
+    finalize: Finalize | None = None
 
     @property
     def post(self) -> Post:
@@ -91,6 +98,7 @@ def find_boundaries(graph: Graph) -> tuple[list[Boundary], list[AllReduce]]:
             continue
         boundary = Boundary(all_reduce, posts)
         boundary.collapse, boundary.norm = match_entry(boundary.post)
+        boundary.finalize = match_finalize(all_reduce.partial)
         found.append(boundary)
     found.sort(key=lambda b: (b.all_reduce.node.depth, b.all_reduce.node.index))
     return found, others
@@ -244,11 +252,11 @@ def _stream(streams: Value, factor: Factor, *last: Axis) -> int | None:
 
 
 def _common(factors: Mapping[_Key, Factor], expected: Callable[[_Key], tuple[Axis, ...]]) -> Value | None:
-    """The tensor of which every factor is the expected element of the same token."""
+    """The tensor of which the factors are the expected elements of the same token, and all that it has."""
     key, factor = next(iter(factors.items()))
     rank = 1 + len(expected(key))
     for value in _plainest(factor, rank):
-        if all(
+        if len(factors) == prod(value.shape[len(value.shape) - rank + 1 :]) and all(
             (index := factor.index_in(value)) is not None and is_element(value, index, *expected(key))
             for key, factor in factors.items()
         ):

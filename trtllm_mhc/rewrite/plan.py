@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trtllm_mhc.network import plugins
+from trtllm_mhc.rewrite.finalize import Finalize
 from trtllm_mhc.rewrite.match import Boundary, Collapse
 from trtllm_mhc.rewrite.norm import Norm
-from trtllm_mhc.rewrite.report import Reason, Status
+from trtllm_mhc.rewrite.report import Contribution, Reason, Status
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class FuseOptions:
         separate_collapse: what to do with a collapse whose products are added one by one by elementwise layers. That
             is the arithmetic of the collapse after the last layer, in which every product and sum is rounded:
             ``"keep"`` fuses such a boundary up to its streams, ``"fuse"`` takes it for a delayed collapse.
+        finalize: whether the end of a MoE (expert rows gathered, weighted and summed, plus the shared experts) before
+            an all-reduce becomes part of its boundary.
     """
 
     tp_size: int | None = None
@@ -32,6 +35,7 @@ class FuseOptions:
     group: tuple[int, ...] = ()
     unlabelled_collectives: Literal["refuse", "all_reduce_sum"] = "refuse"
     separate_collapse: Literal["keep", "fuse"] = "keep"
+    finalize: bool = True
 
     def __post_init__(self) -> None:
         if self.tp_size is not None and self.tp_size not in plugins.TP_SIZES:
@@ -68,6 +72,12 @@ class Plan:
     exactness: list[str] = field(default_factory=list)
     collapse: Collapse | None = None
     norm: Norm | None = None
+    finalize: Finalize | None = None
+
+    @property
+    def contribution(self) -> Contribution:
+        """What the new layer takes from this rank."""
+        return "plain" if self.finalize is None else "finalize"
 
     @property
     def status(self) -> Status:

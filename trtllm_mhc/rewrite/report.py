@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 Status = Literal["full", "residual_only", "refused"]
+Contribution = Literal["plain", "finalize"]
 
 #: Version of the JSON form.
 FORMAT = 1
@@ -46,8 +47,10 @@ class BoundaryEntry:
         streams: name of the tensor of streams in the network as it was.
         layer_input: name of the norm's result in the network as it was; None if there is no delayed collapse.
         hidden, hc, tp_size: the dimensions; ``tp_size`` is None if unknown.
+        contribution: what the new layer takes from this rank: ``"plain"`` (the all-reduce's summand) or ``"finalize"``
+            (a MoE's output whose end it also replaces).
         reasons: why it was refused.
-        notes: what else to know: why a collapse was left out, what keeps old layers alive.
+        notes: what else to know: what was recognised around the boundary and left as it was, and why.
         exactness: by how much the fused values may differ from the unfused ones.
     """
 
@@ -60,6 +63,7 @@ class BoundaryEntry:
     hidden: int
     hc: int
     tp_size: int | None
+    contribution: Contribution = "plain"
     reasons: tuple[Reason, ...] = ()
     notes: tuple[Reason, ...] = ()
     exactness: tuple[str, ...] = ()
@@ -144,6 +148,8 @@ class Report:
             name = first.name if len(entries) == 1 else f"{first.name} .. {entries[-1].name} ({len(entries)})"
             why = "\n".join(f"{reason.what} {reason.remedy}".strip() for reason in (*first.reasons, *first.notes))
             result = first.status.replace("_", "-")
+            if first.contribution != "plain":
+                result += f", {first.contribution}"
             table.add_row(name, result, first.form, f"{first.hc} x {first.hidden}, tp {first.tp_size or '?'}", why)
         return table
 
@@ -169,6 +175,6 @@ def _runs(entries: Sequence[BoundaryEntry]) -> list[list[BoundaryEntry]]:
 def _same(a: BoundaryEntry, b: BoundaryEntry) -> bool:
     def key(entry: BoundaryEntry) -> tuple[object, ...]:
         codes = tuple(reason.code for reason in (*entry.reasons, *entry.notes))
-        return entry.status, entry.form, entry.hidden, entry.hc, entry.tp_size, codes
+        return entry.status, entry.contribution, entry.form, entry.hidden, entry.hc, entry.tp_size, codes
 
     return key(a) == key(b)

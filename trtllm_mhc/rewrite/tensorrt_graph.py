@@ -32,12 +32,26 @@ _LAYER_OPS = {
     "CONCATENATION": Op.CONCAT,
     "CONSTANT": Op.CONSTANT,
     "NORMALIZATION": Op.NORMALIZATION,
+    "SELECT": Op.SELECT,
     "PLUGIN_V2": Op.PLUGIN_V2,
     "PLUGIN_V3": Op.PLUGIN_V3,
     "DIST_COLLECTIVE": Op.DIST_COLLECTIVE,
 }
-_ELEMENTWISE_OPS = {"SUM": Op.ADD, "SUB": Op.SUB, "PROD": Op.MUL, "DIV": Op.DIV, "POW": Op.POW}
-_UNARY_OPS = {"SQRT": Op.SQRT, "RECIP": Op.RECIP}
+_ELEMENTWISE_OPS = {
+    "SUM": Op.ADD,
+    "SUB": Op.SUB,
+    "PROD": Op.MUL,
+    "DIV": Op.DIV,
+    "POW": Op.POW,
+    "MAX": Op.MAX,
+    "MIN": Op.MIN,
+    "GREATER": Op.GREATER,
+    "LESS": Op.LESS,
+    "EQUAL": Op.EQUAL,
+    "AND": Op.AND,
+    "OR": Op.OR,
+}
+_UNARY_OPS = {"SQRT": Op.SQRT, "RECIP": Op.RECIP, "NOT": Op.NOT}
 _REDUCE_OPS = {"SUM": Op.SUM, "AVG": Op.MEAN}
 
 
@@ -152,6 +166,12 @@ class TensorRTNode(Node):
     @property
     def epsilon(self) -> float:
         return float(self.layer.epsilon)
+
+    @property
+    def quantizes_mxfp8(self) -> bool:
+        if self.kind != "DYNAMIC_QUANTIZE" or len(self.outputs) != 2:
+            return False
+        return (self.outputs[0].dtype, getattr(self.outputs[1].dtype, "name", "")) == (trt.fp8, "E8M0")
 
     def all_reduce(self) -> AllReduce | None:
         if self.op is Op.PLUGIN_V3:

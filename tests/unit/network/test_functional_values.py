@@ -47,7 +47,7 @@ def run(trt, network):
     from trtllm_mhc.reference.interpreter import evaluate
 
     def run(build, arrays, precision="network"):
-        dtypes = {BFLOAT16: trt.bfloat16, np.dtype(np.float32): trt.float32}
+        dtypes = {BFLOAT16: trt.bfloat16, np.dtype(np.float32): trt.float32, np.dtype(np.int32): trt.int32}
         inputs = {
             name: network.add_input(name, dtypes[a.dtype], (-1, *a.shape[1:]) if a.ndim > 1 else a.shape)
             for name, a in arrays.items()
@@ -67,6 +67,38 @@ def run(trt, network):
 
 def only(values, *names):
     return {name: values[name] for name in names}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_finalize(run, network, exact):
+    """Exactly the reference where no sum rounds, else as near as products that are rounded by themselves come."""
+    top_k, permuted = 6, 11
+    rng = np.random.default_rng(6)
+
+    def numbers(*shape, dtype=BFLOAT16):
+        if exact:
+            return (rng.integers(-100, 101, shape) / 16).astype(dtype)
+        return rng.standard_normal(shape).astype(dtype)
+
+    rows, weights = numbers(permuted, HIDDEN), numbers(ROWS, top_k, dtype=np.float32)
+    index = rng.integers(-1, permuted, (ROWS, top_k)).astype(np.int32)
+    index[1] = -1
+    index[2, 3] = index[0, 0] = -1
+    # What stands where an expert is elsewhere does not matter.
+    weights[2, 3] = np.inf
+    weights[0, 0] = np.nan
+    shared = numbers(ROWS, HIDDEN)
+    arrays = {"rows": rows, "weights": weights, "index": index, "shared": shared}
+    actual = run(lambda f, t: f.moe_finalize(network, t.rows, t.weights, t.index, t.shared), arrays)
+    expected = reference.finalize(*arrays.values())
+    actual = reference.clear_negative_zero(actual)
+    if exact:
+        reference.assert_bits_equal(actual, expected)
+    else:
+        held = np.where(index >= 0, weights, 0).astype(np.float64)
+        magnitude = np.abs(held[:, :, None] * rows[index].astype(np.float64)).sum(axis=1)
+        magnitude += np.abs(shared.astype(np.float64))
+        assert reference.sums_agree(actual, expected, magnitude, top_k + 1).all()
 
 
 def test_post_of_exact_sums(run, network, exact_values):

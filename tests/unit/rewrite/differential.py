@@ -123,6 +123,7 @@ def cases(draw: st.DrawFn) -> Case:
             batch=batch,
             eps=draw(st.sampled_from([0.0, 1e-20, 1e-6])),
             tp_size=tp_size,
+            finalize=draw(st.sampled_from([None, *rewrite_forms.FINALIZES])) if not parts else None,
         )
         parts.append(Part(form, draw(st.sampled_from(sorted(SURROUNDINGS)))))
     return Case(tuple(parts), tp_size, draw(st.integers(0, 2**31)))
@@ -155,7 +156,10 @@ def _write_part(network, part: Part, inputs, number: int, ulps: dict[str, int]):
     post, comb, pre, gamma = (inputs[name] for name in ("post", "comb", "pre", "gamma"))
     if around == "coefficients shared":
         pre = post
-    reduced = w.all_reduce(inputs["x"])
+    x = inputs.get("x")
+    if x is None:
+        x = w.finalize(*(inputs[name] for name in ("gemm2_permuted", "expert_weights", "index", "shared_output")))
+    reduced = w.all_reduce(x)
     if around == "reader of the sum":
         output("reader", w.mul(reduced, reduced))
     elif around == "dead reader of the sum":
@@ -260,6 +264,8 @@ def check(case: Case, builder: trt.Builder, tally: Tally | None = None) -> None:
     assert all(report == reports[0] for report in reports)
     found = [entry.status for entry in reports[0].found]
     assert found == case.statuses, (found, case.statuses, [entry.reasons for entry in reports[0].found])
+    finalized = found[0] != "refused" and case.parts[0].form.finalize is not None
+    assert (reports[0].found[0].contribution == "finalize") == finalized
     if set(found) == {"refused"}:
         assert [rewrite_forms.snapshot(network) for network in fused] == before
     numbers = feeds(case, unfused)

@@ -27,6 +27,14 @@ The all-reduce may be this project's `MhcAllReduce`, TensorRT 11's `DIST_COLLECT
 `AllReduce` plugin with one output (its group is passed in `FuseOptions`). All forms are taken in float32 and rounded to
 bfloat16 where the fused boundary rounds: after the all-reduce, the post-mix, the collapse and the norm. A form that
 rounds elsewhere is refused, or fused as the table says; the notes say how far fused values may be from unfused ones.
+
+The end of a MoE before the all-reduce (`finalize`) becomes part of the boundary where it is proven, by the values that
+its masks take, that an index of -1 adds nothing and every other index picks its own row; up to 16 routes. Where it is
+not, or the sum is rounded in between, has no shared experts or another reader, the boundary is fused on the finalized
+tensor and the report says why. `FuseOptions(finalize=False)` switches it off.
+
+A dynamic MXFP8 quantisation of the layer input stays a layer of TensorRT, with a note in the report: the plugin can
+write MXFP8, but its scales are swizzled words of int32, which no layer of TensorRT reads.
 """
 
 FORMS = {
@@ -64,6 +72,22 @@ FORMS = {
         "gamma_first": "`gamma * (x * inverse)`",
         "scale_after": "normalised value rounded before `gamma`",
     },
+    "finalize": {
+        "adds": "rows gathered, weighted, chosen against 0 for indices below 0, added route by route, shared last",
+        "reduce": "products summed by a reduction",
+        "einsum": "einsum of weights and masked rows",
+        "matmul": "weights as a row times the masked rows",
+        "shared_first": "the shared experts' output first",
+        "reversed": "routes in another order",
+        "rows_masked": "rows chosen against 0 before the product",
+        "rows_masked_narrow": "the same in bfloat16",
+        "weights_masked": "weights chosen against 0",
+        "weights_multiplied": "weights times the mask as a number",
+        "columns": "a gather for each route",
+        "not_less": "mask `not (index < 0)`, and choice of 0 where it is less",
+        "not_equal": "mask `not (index == -1)`",
+        "chosen_index": "index clamped by a choice",
+    },
     "batch": {
         "rows": "[M, ...]",
         "batch_sequence": "[B, S, ...], reshaped around the plugin",
@@ -82,6 +106,7 @@ def render(builder: trt.Builder) -> str:
             network = builder.create_network(_flags())
             rewrite_forms.write_boundary(network, rewrite_forms.Form().with_(**{part: form}))
             (entry,) = fuse_boundaries(network).found
+            assert part != "finalize" or entry.contribution == "finalize"
             about = next((each for each in entry.exactness if each.startswith(_ABOUT[part])), "")
             about = about.partition(": ")[2] or "the collapse " + entry.notes[0].what.split("'")[-1].strip()
             number = notes.setdefault(about, len(notes) + 1)
@@ -92,6 +117,7 @@ def render(builder: trt.Builder) -> str:
 
 
 _ABOUT = {"post": "streams", "comb": "streams", "collapse": "collapse", "norm": "layer input", "batch": "streams"}
+_ABOUT["finalize"] = "MoE output"
 
 
 def _flags() -> int:

@@ -7,6 +7,7 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 HIDDEN = 4096
+TOP_K = 6
 OPSET = 23
 
 
@@ -47,7 +48,7 @@ class Model:
         x = self("MhcAllReduce", x, domain="trtllm_mhc", tp_size=2, plugin_version="1", plugin_namespace="trtllm_mhc")
         return x if shape is None else self("Reshape", x, shape)
 
-    def build(self, outputs, opset=OPSET):
+    def build(self, outputs, opset=OPSET, moe=False):
         m = list(self.lead)
         bf16, f32 = TensorProto.BFLOAT16, TensorProto.FLOAT
         shapes = {
@@ -58,6 +59,14 @@ class Model:
             "pre": (f32, [*m, 4]),
             "gamma": (bf16, [HIDDEN]),
         }
+        if moe:
+            del shapes["x"]
+            shapes |= {
+                "gemm2_permuted": (bf16, ["P", HIDDEN]),
+                "expert_weights": (f32, [*m, TOP_K]),
+                "index": (TensorProto.INT32, [*m, TOP_K]),
+                "shared_output": (bf16, [*m, HIDDEN]),
+            }
         streams = {"streams": [*m, 4, HIDDEN]}  # all other results are [.., H]
         for name, output in outputs.items():
             self.nodes.append(helper.make_node("Identity", [output], [name]))
@@ -111,6 +120,22 @@ def post(m, form, reduced, residual="residual"):
             product = m("Mul", weight, stream)
             mixed = product if mixed is None else m("Add", mixed, product)
     return m.narrow(m("Add", own, mixed))
+
+
+def finalize(m, form):
+    """The end of a MoE: routed rows weighted and summed, plus the shared experts' output."""
+    axis = len(m.lead)
+    index = m("Cast", "index", to=TensorProto.INT64) if form == "where_int64" else "index"
+    zero = np.array(0, np.int64 if form == "where_int64" else np.int32)
+    held = m("Unsqueeze", m("GreaterOrEqual", index, zero), m.ints(-1))
+    rows = m.wide(m("Gather", "gemm2_permuted", m("Max", index, zero), axis=0))
+    if form == "mask":
+        rows = m("Mul", rows, m("Unsqueeze", "expert_weights", m.ints(-1)))
+        routed = m("Mul", rows, m.wide(held))
+    else:
+        rows = m("Where", held, rows, np.array(0, np.float32))
+        routed = m("Mul", rows, m("Unsqueeze", "expert_weights", m.ints(-1)))
+    return m.narrow(m("Add", m("ReduceSum", routed, m.ints(axis), keepdims=0), m.wide("shared_output")))
 
 
 def collapse(m, form, streams):

@@ -17,10 +17,15 @@ from trtllm_mhc.network import ops
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN = 4096
+TOP_K = 6
 
 POSTS = ("reduce", "einsum", "matmul", "matmul_wide", "adds", "per_target", "squeeze", "repeat")
 COLLAPSES = ("reduce", "einsum", "matmul", "matmul_column", "matmul_vector", "mean", "adds")
 NORMS = ("recip_sqrt", "pow", "div_sqrt", "one_over", "sum_div", "sum_mul", "pow_square", "gamma_first", "scale_after")
+FINALIZES = (
+    *("adds", "reduce", "einsum", "matmul", "shared_first", "reversed", "rows_masked", "rows_masked_narrow"),
+    *("weights_masked", "weights_multiplied", "columns", "not_less", "not_equal", "chosen_index"),
+)
 BATCHES = ("rows", "batch_sequence", "one_batch", "static")
 
 
@@ -38,6 +43,7 @@ class Form:
     hc: int = 4
     eps: float = 1e-20
     tp_size: int = 2
+    finalize: str | None = None
 
     def with_(self, **changes: object) -> Form:
         """The form with something changed."""
@@ -133,7 +139,85 @@ class Writer:
             "pre": (trt.float32, (*form.lead, form.hc)),
             "gamma": (trt.bfloat16, (form.hidden,)),
         }
+        if form.finalize is not None:
+            del shapes["x"]
+            shapes |= {
+                "gemm2_permuted": (trt.bfloat16, (-1, form.hidden)),
+                "expert_weights": (trt.float32, (*form.lead, TOP_K)),
+                "index": (trt.int32, (*form.lead, TOP_K)),
+                "shared_output": (trt.bfloat16, (*form.lead, form.hidden)),
+            }
         return {name: network.add_input(name, dtype, shape) for name, (dtype, shape) in shapes.items()}
+
+    def compare(self, a, b, operation):
+        return ops.elementwise(self.network, a, b, getattr(trt.ElementWiseOperation, operation))
+
+    def number(self, value, rank):
+        return ops.constant(self.network, np.full((1,) * rank, value, np.int32))
+
+    def finalize(self, gemm2_permuted, expert_weights, index, shared_output):
+        """The end of a MoE: routed rows weighted and summed, plus the shared experts' output."""
+        form, lead, network = self.form, self.lead, self.network
+        rank = lead + 1
+        zero = self.number(0, rank)
+        clamped = self.compare(index, zero, "MAX")
+        if form.finalize == "not_less":
+            held = ops.unary(network, self.compare(index, zero, "LESS"), trt.UnaryOperation.NOT)
+        elif form.finalize == "not_equal":
+            absent = self.compare(index, self.number(-1, rank), "EQUAL")
+            held = ops.unary(network, absent, trt.UnaryOperation.NOT)
+        else:
+            held = self.compare(index, self.number(-1, rank), "GREATER")
+        if form.finalize == "chosen_index":
+            clamped = ops.select(network, held, index, zero)
+        nothing = self.scalar(0.0, lead + 2)
+        mask, weights = self.unsqueeze(held, lead + 1), expert_weights
+        if form.finalize == "weights_masked":
+            weights = ops.select(network, held, weights, self.scalar(0.0, rank))
+        elif form.finalize == "weights_multiplied":
+            weights = self.mul(weights, self.wide(held))
+        if form.finalize == "columns":
+            return self.finalize_by_columns(gemm2_permuted, weights, clamped, held, shared_output)
+        rows = ops.output(network.add_gather(gemm2_permuted, clamped, axis=0), "gather")
+        if form.finalize == "rows_masked_narrow":
+            rows = ops.select(network, mask, rows, ops.cast(network, nothing, trt.bfloat16))
+        rows = self.wide(rows)
+        if form.finalize in ("rows_masked", "einsum", "matmul"):
+            rows = ops.select(network, mask, rows, nothing)
+        shared = self.wide(shared_output)
+        if form.finalize == "einsum":
+            routed = self.einsum("mk,mkh->mh" if lead == 1 else "bsk,bskh->bsh", weights, rows)
+            return self.narrow(self.add(routed, shared))
+        if form.finalize == "matmul":
+            routed = self.matmul(self.unsqueeze(weights, lead), "NONE", rows, "NONE")
+            return self.narrow(self.add(self.squeeze(routed, lead), shared))
+        products = self.mul(rows, self.unsqueeze(weights, lead + 1))
+        if form.finalize not in ("rows_masked", "rows_masked_narrow", "weights_masked", "weights_multiplied"):
+            if form.finalize == "not_less":
+                absent = self.unsqueeze(self.compare(index, zero, "LESS"), lead + 1)
+                products = ops.select(network, absent, nothing, products)
+            else:
+                products = ops.select(network, mask, products, nothing)
+        if form.finalize == "reduce":
+            return self.narrow(self.add(self.sum(products, lead), shared))
+        routes = list(range(TOP_K))
+        total = shared if form.finalize == "shared_first" else None
+        for route in reversed(routes) if form.finalize == "reversed" else routes:
+            product = self.pick(products, lead, route, keep=False)
+            total = product if total is None else self.add(total, product)
+        return self.narrow(total if form.finalize == "shared_first" else self.add(shared, total))
+
+    def finalize_by_columns(self, gemm2_permuted, weights, clamped, held, shared_output):
+        """Route by route, each with a gather of its own."""
+        network, lead = self.network, self.lead
+        total = self.wide(shared_output)
+        for route in range(TOP_K):
+            column = self.pick(clamped, lead, route, keep=False)
+            rows = self.wide(ops.output(network.add_gather(gemm2_permuted, column, axis=0), "gather"))
+            product = self.mul(rows, self.pick(weights, lead, route))
+            product = ops.select(network, self.pick(held, lead, route), product, self.scalar(0.0, lead + 1))
+            total = self.add(total, product)
+        return self.narrow(total)
 
     def all_reduce(self, x):
         from trtllm_mhc.network import collectives, plugins
@@ -279,8 +363,10 @@ class Writer:
             return self.mul(self.narrow(self.mul(wide, inverse)), weight)
         return self.narrow(self.mul(self.mul(wide, inverse), self.wide(weight)))
 
-    def boundary(self, x, residual, post, comb, pre, gamma):
-        """The whole boundary: streams and layer input."""
+    def boundary(self, residual, post, comb, pre, gamma, x=None, **moe):
+        """The whole boundary: streams and layer input. Without ``x`` the MoE's output is finalized first."""
+        if moe:
+            x = self.finalize(**moe)
         streams = self.post(self.all_reduce(x), residual, post, comb)
         return streams, self.norm(self.collapse(streams, pre), gamma)
 
@@ -314,7 +400,19 @@ def feeds(form: Form, seed: int = 0) -> list[dict[str, np.ndarray]]:
         "pre": integers(*lead, form.hc, bound=3, unit=1 / 4),
         "gamma": integers(form.hidden, unit=1 / 8, dtype=BFLOAT16),
     }
-    return [{"x": integers(*lead, form.hidden, dtype=BFLOAT16), **shared} for _ in range(form.tp_size)]
+    if form.finalize is None:
+        return [{"x": integers(*lead, form.hidden, dtype=BFLOAT16), **shared} for _ in range(form.tp_size)]
+
+    def moe():
+        index = rng.integers(-1, 9, (*lead, TOP_K)).astype(np.int32)
+        return {
+            "gemm2_permuted": integers(9, form.hidden, dtype=BFLOAT16),
+            "expert_weights": integers(*lead, TOP_K, bound=3, unit=1 / 4),
+            "index": index,
+            "shared_output": integers(*lead, form.hidden, dtype=BFLOAT16),
+        }
+
+    return [moe() | shared for _ in range(form.tp_size)]
 
 
 def snapshot(network) -> list[object]:

@@ -53,7 +53,7 @@ def check(trt, forms, networks):
                     getattr(trt.LayerType, kind) for kind in ("SHAPE", "SLICE", "CONCATENATION", "CONSTANT", "CAST")
                 }
             assert set(types) <= {trt.LayerType.PLUGIN_V3} | around
-            assert form.batch != "rows" or len(types) <= 2
+            assert form.batch != "rows" or len(types) <= 2 or form.finalize
         return entry
 
     return check
@@ -131,11 +131,55 @@ def test_dist_collective(trt, check, forms, batch):
     assert check(forms.Form(all_reduce="dist_collective", batch=batch)).form == "DistCollective"
 
 
+@pytest.mark.parametrize(
+    ("finalize", "batch"),
+    [
+        *((form, "rows") for form in ("adds", "reduce", "einsum", "matmul", "shared_first", "reversed", "rows_masked")),
+        *((form, "rows") for form in ("rows_masked_narrow", "weights_masked", "weights_multiplied", "columns")),
+        *((form, "rows") for form in ("not_less", "not_equal", "chosen_index")),
+        *(("adds", batch) for batch in ("batch_sequence", "one_batch", "static")),
+    ],
+)
+def test_finalize(check, forms, finalize, batch):
+    entry = check(forms.Form(finalize=finalize, batch=batch))
+    assert entry.contribution == "finalize"
+    assert any(text.startswith("MoE output: ") for text in entry.exactness)
+
+
+def test_finalize_switched_off(trt, forms, network):
+    from trtllm_mhc.rewrite import FuseOptions, fuse_boundaries
+
+    forms.write_boundary(network, forms.Form(finalize="adds"))
+    (entry,) = fuse_boundaries(network, FuseOptions(finalize=False)).found
+    assert (entry.status, entry.contribution, entry.notes) == ("full", "plain", ())
+    assert "GATHER" in [layer.type.name for layer in forms.live_layers(network)]
+
+
+def test_functional_finalize(trt, forms, networks):
+    """The form that this project's own layers have."""
+    from trtllm_mhc.network import functional, plugins
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    (network,) = networks(1)
+    w = forms.Writer(network, forms.Form(finalize="adds"))
+    w.finalize = lambda **moe: functional.moe_finalize(
+        network, *(moe[name] for name in ("gemm2_permuted", "expert_weights", "index", "shared_output"))
+    )
+    inputs = w.inputs()
+    streams, layer_input = w.boundary(**inputs)
+    w.output(streams=streams, layer_input=layer_input)
+    assert fuse_boundaries(network).found[0].contribution == "finalize"
+    (layer,) = [each for each in forms.live_layers(network) if plugins.is_plugin_layer(each, plugins.BOUNDARY)]
+    assert plugins.read_fields(layer)["top_k"] == forms.TOP_K
+    assert [layer.get_input(k).name for k in range(4)] == list(inputs)[-4:]
+
+
 def test_document_is_up_to_date(forms, builder):
     import forms_table
 
     described = {(part, form) for part, each in forms_table.FORMS.items() for form in each}
     written = {"post": forms.POSTS, "collapse": forms.COLLAPSES, "norm": forms.NORMS, "batch": forms.BATCHES}
+    written["finalize"] = forms.FINALIZES
     assert {(part, form) for part, each in written.items() for form in each} == {
         pair for pair in described if pair[0] != "comb"
     }

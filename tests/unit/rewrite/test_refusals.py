@@ -413,6 +413,129 @@ def test_gamma_from_the_streams(trt, writer, refused):
     refused("gamma_depends")
 
 
+# The end of a MoE before the all-reduce: left as it is, while the boundary is fused.
+
+
+@pytest.fixture
+def left_out(forms, network):
+    """Runs the pass and checks that it fuses the boundary on the finalized tensor, with this one note."""
+    from trtllm_mhc.network import plugins
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    def left_out(code, **changes):
+        w = forms.Writer(network, forms.Form(finalize="adds"))
+        for name, change in changes.items():
+            setattr(w, name, change(w, getattr(w, name)))
+        streams, layer_input = w.boundary(**w.inputs())
+        w.output(streams=streams, layer_input=layer_input)
+        (entry,) = fuse_boundaries(network).found
+        assert (entry.status, entry.contribution, [note.code for note in entry.notes]) == ("full", "plain", [code])
+        assert all(note.what.endswith(".") and note.remedy.endswith(".") for note in entry.notes)
+        (layer,) = [each for each in forms.live_layers(network) if plugins.is_plugin_layer(each, plugins.BOUNDARY)]
+        assert plugins.read_fields(layer)["top_k"] == 0
+
+    return left_out
+
+
+@pytest.mark.parametrize("form", ["no mask", "another number", "mask of another index"])
+def test_finalize_unmasked(trt, left_out, form):
+    def compare(w, plain):
+        def changed(a, b, operation):
+            if operation == "GREATER":
+                if form == "no mask":
+                    b = w.number(-2, 2)
+                elif form == "another number":
+                    b = w.number(0, 2)
+                elif form == "mask of another index":
+                    a = w.network.add_input("other", trt.int32, a.shape)
+            return plain(a, b, operation)
+
+        return changed
+
+    left_out("finalize_unmasked", compare=compare)
+
+
+def test_finalize_rounded_on_the_way(left_out):
+    def add(w, plain):
+        # The routed sum is rounded before the shared experts' output is added, as some frameworks do.
+        return lambda a, b: plain(a, w.wide(w.narrow(b))) if a is w.shared else plain(a, b)
+
+    left_out("finalize_extra_rounding", add=add, wide=keep)
+
+
+def test_finalize_without_shared_experts(left_out):
+    def add(w, plain):
+        return lambda a, b: b if a is w.shared else plain(a, b)
+
+    left_out("finalize_without_shared", add=add, wide=keep)
+
+
+def keep(w, plain):
+    """Remember the shared experts' output."""
+
+    def changed(x):
+        result = plain(x)
+        if x.name == "shared_output":
+            w.shared = result
+        return result
+
+    w.shared = None
+    return changed
+
+
+def test_finalized_value_has_another_reader(left_out):
+    def finalize(w, plain):
+        def changed(**moe):
+            result = plain(**moe)
+            w.output(other=w.mul(result, result))
+            return result
+
+        return changed
+
+    left_out("finalize_consumer", finalize=finalize)
+
+
+@pytest.mark.parametrize("what", ["shared_output", "gemm2_permuted"])
+def test_finalize_of_other_dtypes(trt, left_out, what):
+    def finalize(w, plain):
+        def changed(**moe):
+            moe[what] = w.network.add_input(f"wide_{what}", trt.float32, moe[what].shape)
+            return plain(**moe)
+
+        return changed
+
+    left_out("dtype", finalize=finalize)
+
+
+@pytest.mark.parametrize("what", ["index", "shared_output"])
+def test_finalize_with_one_row_for_all_tokens(trt, left_out, what):
+    def finalize(w, plain):
+        def changed(**moe):
+            moe[what] = w.network.add_input(f"one_{what}", moe[what].dtype, (1, moe[what].shape[1]))
+            return plain(**moe)
+
+        return changed
+
+    left_out("one_row_for_all", finalize=finalize)
+
+
+def test_quantised_layer_input(trt, writer, network):
+    """The quantisation stays, and the boundary before it is fused."""
+    from trtllm_mhc.network import functional
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    if not hasattr(network, "add_dynamic_quantize") or not hasattr(trt.DataType, "E8M0"):
+        pytest.skip(f"TensorRT {trt.__version__} has no MXFP8 dynamic quantisation")
+    w = writer()
+    streams, layer_input = w.boundary(**w.inputs())
+    data, scales = functional.mxfp8_quantize(network, layer_input)
+    network.mark_output(data)
+    network.mark_output(scales)
+    w.output(streams=streams)
+    (entry,) = fuse_boundaries(network).found
+    assert (entry.status, [note.code for note in entry.notes]) == ("full", ["mxfp8_layout"])
+
+
 # Several boundaries.
 
 

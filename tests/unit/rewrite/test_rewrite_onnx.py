@@ -57,10 +57,26 @@ def compare(parse, before, after, feeds, ulps=1):
                 assert ulp_distance(new[name], old[name]).max() <= ulps, name
 
 
-def feeds_of(lead):
+def feeds_of(lead, finalize=None):
     import rewrite_forms
 
-    return rewrite_forms.feeds(rewrite_forms.Form(batch="rows" if len(lead) == 1 else "batch_sequence"))
+    batch = "rows" if len(lead) == 1 else "batch_sequence"
+    return rewrite_forms.feeds(rewrite_forms.Form(batch=batch, finalize=finalize))
+
+
+@pytest.mark.parametrize("lead", [("M",), ("B", "S")], ids=["rows", "batch_sequence"])
+@pytest.mark.parametrize("form", ["where", "where_int64", "mask"])
+def test_finalize(trt, parse, lead, form):
+    m = onnx_forms.Model(lead)
+    streams = onnx_forms.post(m, "multiply", m.all_reduce(onnx_forms.finalize(m, form)))
+    layer_input = onnx_forms.norm(m, "divide", onnx_forms.collapse(m, "multiply", streams))
+    model = m.build({"streams": streams, "layer_input": layer_input}, moe=True)
+    fused, report = fuse(model)
+    assert [each.contribution for each in report.found] == ["finalize"]
+    assert "Gather" not in op_types(fused)
+    onnx.checker.check_model(fused)
+    compare(parse, model, fused, feeds_of(lead, "adds"))
+    assert fuse(fused)[1].already_fused == 1
 
 
 @pytest.mark.parametrize("lead", [("M",), ("B", "S")], ids=["rows", "batch_sequence"])

@@ -29,8 +29,24 @@ _ELEMENTWISE = {
     "Div": Op.DIV,
     "Pow": Op.POW,
     "Sum": Op.ADD,
+    "Max": Op.MAX,
+    "Min": Op.MIN,
+    "Greater": Op.GREATER,
+    "GreaterOrEqual": Op.GREATER_EQUAL,
+    "Less": Op.LESS,
+    "LessOrEqual": Op.LESS_EQUAL,
+    "Equal": Op.EQUAL,
+    "And": Op.AND,
+    "Or": Op.OR,
 }
-_UNARY = {"Identity": Op.IDENTITY, "Cast": Op.CAST, "CastLike": Op.CAST, "Sqrt": Op.SQRT, "Reciprocal": Op.RECIP}
+_UNARY = {
+    "Identity": Op.IDENTITY,
+    "Cast": Op.CAST,
+    "CastLike": Op.CAST,
+    "Sqrt": Op.SQRT,
+    "Reciprocal": Op.RECIP,
+    "Not": Op.NOT,
+}
 _RESHAPES = {"Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 
 
@@ -120,6 +136,12 @@ def _elementwise(view: View, node: ir.Node, inputs: list[OnnxValue | None], outp
         return False
     wide = [_to_rank(view, node, each, rank) for each in operands]
     view.add(node, op, [*wide], outputs)
+    return True
+
+
+def _where(view: View, node: ir.Node, inputs: list[OnnxValue | None], outputs: list[OnnxValue]) -> bool:
+    rank = len(_dims(outputs[0]))
+    view.add(node, Op.SELECT, [_to_rank(view, node, each, rank) for each in _present(inputs)], outputs)
     return True
 
 
@@ -277,6 +299,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys(_UNARY, _unary),
     **dict.fromkeys(_RESHAPES, _reshape),
+    "Where": _where,
     "Transpose": _transpose,
     "Constant": _constant,
     "ReduceSum": _reduce,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import tensorrt as trt
 from onnx_ir.passes.common import InlinePass
 
 from trtllm_mhc import plugin
@@ -83,7 +84,7 @@ class _Writer:
         found, post = plan.boundary, plan.boundary.post
         hidden, hc = post.streams.shape[-1], post.hc
         inputs = [
-            self.flat(found.all_reduce.partial, "x", (hidden,)),
+            *self.contribution(plan),
             self.flat(post.residual, "residual", (hc, hidden)),
             self.flat(post.post, "post", (hc,)),
             self.flat(post.comb, "comb", (hc, hc), transpose=post.comb_transposed),
@@ -94,6 +95,8 @@ class _Writer:
             "plugin_version": plugin.VERSION,
             "plugin_namespace": plugin.NAMESPACE,
         }
+        if plan.finalize is not None:
+            attributes["top_k"] = plan.finalize.top_k
         if plan.rank >= 0:
             attributes["rank"] = plan.rank
         if plan.group != tuple(range(plan.tp_size or 0)):
@@ -110,6 +113,22 @@ class _Writer:
             made.shape = ir.Shape([None, *old.shape[-2:]] if role == "residual_out" else [None, hidden])
             replacements.append(_Replacement(old.tensor, self.restore(made, old, role, lead_source(found, old))))
         return replacements
+
+    def contribution(self, plan: Plan) -> list[ir.Value]:
+        """What the node takes from this rank."""
+        found, finalize = plan.boundary, plan.finalize
+        hidden = found.post.streams.shape[-1]
+        if finalize is None or finalize.shared is None:
+            return [self.flat(found.all_reduce.partial, "x", (hidden,))]
+        index = self.flat(finalize.index, "index", (finalize.top_k,))
+        if finalize.index.dtype != trt.int32:
+            index = self.add("Cast", [index], ["index/narrow"], to=int(ir.DataType.INT32))[0]
+        return [
+            finalize.rows.tensor,
+            self.flat(finalize.weights, "expert_weights", (finalize.top_k,)),
+            index,
+            self.flat(finalize.shared, "shared_output", (hidden,)),
+        ]
 
     def flat(self, value: Value, role: str, trailing: tuple[int, ...], *, transpose: bool = False) -> ir.Value:
         """``value`` as [M, *trailing]."""

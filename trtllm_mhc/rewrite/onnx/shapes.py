@@ -24,7 +24,8 @@ def complete(model: ir.Model) -> None:
         if node.op_type in (plugins.ALL_REDUCE, "DistCollective"):
             _copy(copy, node, [node.inputs[0]])
         elif node.op_type == plugins.BOUNDARY and node.domain == plugin.NAMESPACE:
-            _copy(copy, node, [node.inputs[1], node.inputs[0]])
+            row = 3 if node.attributes.get_int("top_k", 0) else 0  # what has the shape of the layer input
+            _copy(copy, node, [node.inputs[row + 1], node.inputs[row]])
     inferred = _infer(model, copy)
     for node in model.graph:
         for value in node.outputs:

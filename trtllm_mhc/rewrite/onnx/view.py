@@ -129,6 +129,10 @@ class OnnxNode(Node):
     def epsilon(self) -> float:
         return float(self.facts["epsilon"])
 
+    @property
+    def quantizes_mxfp8(self) -> bool:
+        return self.layer is not None and self.layer.op_type == "TRT_MXFP8DynamicQuantize"
+
     def all_reduce(self) -> AllReduce | None:
         if self.op is Op.PLUGIN_V3:
             attributes = self.layer.attributes
