@@ -37,11 +37,20 @@ def _widen_input(network: Any, old: Any) -> None:
         for slot in range(layer.num_inputs)
         if layer.get_input(slot) is not None and layer.get_input(slot).name == name
     ]
-    old.name = _INNER.format(name)
-    narrow = ops.cast(network, network.add_input(name, trt.float32, shape), trt.bfloat16)
+    # TensorRT 10 can change the input itself, and 10.6 builds no network that an input was removed from; 11 cannot.
+    in_place = type(old).dtype.fset is not None
+    if in_place:
+        old.dtype = trt.float32
+    else:
+        old.name = _INNER.format(name)
+    wide = old if in_place else network.add_input(name, trt.float32, shape)
+    narrow = ops.cast(network, wide, trt.bfloat16)
+    if in_place:
+        narrow.name = _INNER.format(name)
     for layer, slot in users:
         layer.set_input(slot, narrow)
-    network.remove_tensor(old)
+    if not in_place:
+        network.remove_tensor(old)
 
 
 def _widen_output(network: Any, old: Any) -> None:

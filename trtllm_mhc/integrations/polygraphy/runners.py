@@ -29,7 +29,7 @@ from polygraphy.backend.trt import TrtRunner
 from polygraphy.common import TensorMetadata
 from polygraphy.cuda import DeviceView
 
-from trtllm_mhc import plugin_control
+from trtllm_mhc import plugin, plugin_control
 from trtllm_mhc.integrations.polygraphy.cuda_runtime import expose_cuda_runtime
 from trtllm_mhc.network.layers import numpy_dtype
 from trtllm_mhc.runtime.build import EngineError, ErrorRecorder, Plan, explain, logger
@@ -304,6 +304,7 @@ def _narrow(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _deserialize(plan: Plan, what: str) -> Any:
+    plugin.load()
     recorder = ErrorRecorder()
     runtime = trt.Runtime(logger())
     runtime.error_recorder = recorder
