@@ -52,10 +52,16 @@ objects() {
 
 case $what in
 threads)
-    tests=(cpp/tests/bootstrap_test.cpp cpp/tests/host/communicator_host_test.cpp)
+    tests=(cpp/tests/bootstrap_test.cpp cpp/tests/host/*_host_test.cpp)
+    # An NCCL to be found by dlopen, and one that is too old.
+    mkdir -p build/tsan
+    fake=(clang++ "${flags[@]}" -fsanitize=thread -fPIC -shared cpp/tests/host/fake_nccl.cpp)
+    "${fake[@]}" -o build/tsan/libfake_nccl.so
+    "${fake[@]}" -DFAKE_NCCL_VERSION=21003 -o build/tsan/libfake_nccl_old.so
+    export TRTLLM_MHC_NCCL=$PWD/build/tsan/libfake_nccl.so
     build build/tsan thread "${host[@]}" "${tests[@]}"
     mapfile -t parts < <(objects build/tsan "${host[@]}" "${tests[@]}")
-    clang++ -fsanitize=thread "${parts[@]}" -lgtest -lgtest_main -lpthread -o build/tsan/host_tests
+    clang++ -fsanitize=thread "${parts[@]}" -lgtest -lgtest_main -lpthread -ldl -o build/tsan/host_tests
     TSAN_OPTIONS=halt_on_error=1 timeout 300 build/tsan/host_tests --gtest_brief=1
     ;;
 fuzz)

@@ -33,5 +33,8 @@ public:
 std::unique_ptr<Bootstrap> makeThreadBootstrap(
     std::string const& name, int rank, int ranks, std::chrono::milliseconds timeout);
 std::unique_ptr<Bootstrap> makeCallbackBootstrap(mhcAllGatherFn allGather, void* context);
+// `comm` is an ncclComm_t of exactly these ranks; it stays the caller's and must outlive the bootstrap.
+std::unique_ptr<Bootstrap> makeNcclBootstrap(
+    void* comm, int rank, int ranks, int device, std::chrono::milliseconds timeout);
 
 }  // namespace mhc

@@ -85,7 +85,7 @@ cudaError_t loadBoundaryKernels() {
 }
 
 cudaError_t loadAllKernels() {
-    for (auto const load : {loadPublishKernels, loadBoundaryKernels, loadCoefficientsKernels}) {
+    for (auto const load : {loadPublishKernels, loadBoundaryKernels, loadCoefficientsKernels, loadNcclKernels}) {
         cudaError_t const status = load();
         if (status != cudaSuccess)
             return status;

@@ -2,6 +2,8 @@
 //
 // The C functions: handles, which communicator a plugin uses, and the way from exceptions to status codes.
 #include <algorithm>
+#include <cstddef>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -179,6 +181,8 @@ char const* mhcStatusName(mhcStatus status) {
             return "MHC_PEER_FAILED";
         case MHC_CAPTURE_NOT_READY:
             return "MHC_CAPTURE_NOT_READY";
+        case MHC_NCCL_ERROR:
+            return "MHC_NCCL_ERROR";
     }
     return "unknown mhcStatus";
 }
@@ -214,6 +218,29 @@ mhcStatus mhcCommCreateSelfLoop(mhcComm_t* comm, mhcCommConfig const* config) {
         comm, config, [](mhc::CommSettings const&, void const*) { return std::unique_ptr<mhc::Bootstrap>(); }, nullptr);
 }
 
+mhcStatus mhcCommCreateNccl(mhcComm_t* comm, mhcCommConfig const* config, void* ncclComm) {
+    return mhc::create(
+        comm, config,
+        [](mhc::CommSettings const& s, void const* argument) {
+            return mhc::makeNcclBootstrap(*static_cast<void* const*>(argument), s.rank, s.tpSize, s.device, s.timeout);
+        },
+        &ncclComm);
+}
+
+mhcStatus mhcNcclSetPath(char const* path) {
+    return guarded([&] {
+        require(path != nullptr, "path is NULL");
+        mhc::NcclLibrary::setPath(path);
+    });
+}
+
+mhcStatus mhcNcclVersion(int32_t* version) {
+    return guarded([&] {
+        require(version != nullptr, "version is NULL");
+        *version = mhc::NcclLibrary::instance().version();
+    });
+}
+
 mhcStatus mhcCommDestroy(mhcComm_t comm) {
     return guarded([&] {
         Registry::instance().withdraw(comm)->close();
@@ -230,6 +257,7 @@ mhcStatus mhcCommStatus(mhcComm_t comm, int32_t lane, mhcErrorRecord* record) {
         auto const communicator = Registry::instance().get(comm);
         int const lanes = communicator->settings().lanes;
         require(lane < lanes, "lane must be below ", lanes, ", got ", lane);
+        communicator->pollNccl(lane);
         int const found = communicator->errorLane(lane);
         if (record != nullptr)
             *record = found < 0 ? mhcErrorRecord{} : communicator->record(found);
@@ -241,10 +269,13 @@ mhcStatus mhcCommStatus(mhcComm_t comm, int32_t lane, mhcErrorRecord* record) {
 mhcStatus mhcCommGetInfo(mhcComm_t comm, mhcCommInfo* info) {
     return guarded([&] {
         require(info != nullptr, "info is NULL");
+        uint32_t const bytes = info->struct_size;
         require(
-            info->struct_size == sizeof(mhcCommInfo), "mhcCommInfo.struct_size is ", info->struct_size, ", expected ",
-            sizeof(mhcCommInfo), ": header and library differ");
-        *info = Registry::instance().get(comm)->info();
+            bytes >= offsetof(mhcCommInfo, transport) && bytes <= sizeof(mhcCommInfo), "mhcCommInfo.struct_size is ",
+            bytes, ", expected ", sizeof(mhcCommInfo), ": header and library differ");
+        mhcCommInfo const complete = Registry::instance().get(comm)->info();
+        std::memcpy(info, &complete, bytes);
+        info->struct_size = bytes;
     });
 }
 
@@ -319,6 +350,10 @@ mhcStatus mhcBoundaryLocal(int32_t hidden, mhcBoundaryArgs const* args, void* st
 
 mhcStatus mhcAllReduce(mhcComm_t comm, int32_t lane, void const* x, void* sum, int32_t rows, void* stream) {
     return guarded([&] { Registry::instance().get(comm)->allReduce(lane, x, sum, rows, mhc::streamOf(stream)); });
+}
+
+mhcStatus mhcAllReduceNccl(mhcComm_t comm, int32_t lane, void const* x, void* sum, int32_t rows, void* stream) {
+    return guarded([&] { Registry::instance().get(comm)->allReduceNccl(lane, x, sum, rows, mhc::streamOf(stream)); });
 }
 
 mhcStatus mhcAllReduceLocal(void const* x, void* sum, int32_t rows, int32_t hidden, void* stream) {

@@ -50,12 +50,13 @@ std::array<uint64_t, 2> processIdentity() {
 struct Introduction {
     int32_t magic;
     int32_t tpSize, rank, hiddenSize, capacity, lanes, onError, waitMode, timeoutMs, device;
+    int32_t ncclRows, ncclWorkspaceRows;
     int32_t groupSize;
     int32_t group[MHC_MAX_GROUP];
     uint64_t process[2];
     char deviceUuid[16];
 };
-constexpr int32_t kMagic = 0x4D484331;
+constexpr int32_t kMagic = 0x4D484332;
 
 struct Offer {
     int32_t failed;
@@ -66,15 +67,28 @@ struct Offer {
     int32_t residentRows;  // of a kernel that exchanges
 };
 
+// The mailbox cannot be used, but nothing is wrong.
+class NoPeerAccess : public Failure {
+public:
+    explicit NoPeerAccess(std::string const& sentence) : Failure(MHC_UNSUPPORTED, sentence) {}
+};
+
+// How the mapping of the peers' mailboxes went.
+struct Mapping {
+    int32_t failed;
+    char reason[252];
+    int32_t noPeerAccess;
+};
+
 void enablePeerAccess(int from, int to) {
     if (from == to)
         return;
     int can = 0;
     checkCuda(cudaDeviceCanAccessPeer(&can, from, to), "cudaDeviceCanAccessPeer(", from, ", ", to, ")");
     if (can == 0) {
-        fail(
-            MHC_UNSUPPORTED, "device ", from, " cannot access the memory of device ", to,
-            ": the mailbox needs peer access (NVLink, or PCIe with P2P enabled)");
+        throw NoPeerAccess(join(
+            "device ", from, " cannot access the memory of device ", to,
+            ": the mailbox needs peer access (NVLink, or PCIe with P2P enabled)"));
     }
     cudaError_t const status = cudaDeviceEnablePeerAccess(to, 0);
     if (status == cudaErrorPeerAccessAlreadyEnabled) {
@@ -97,6 +111,7 @@ public:
         allocate();
         mapPeers();
         decide();
+        decideOnNccl();
         c_.fill();
         c_.barrier();
     }
@@ -115,6 +130,7 @@ public:
             c_.boxes_.push_back(made);
         }
         decideHowToWait(residentRows_);
+        c_.transportReason_ = "one rank plays all";
         c_.fill();
     }
 
@@ -131,6 +147,8 @@ private:
         me.waitMode = s_.waitMode;
         me.timeoutMs = static_cast<int32_t>(s_.timeout.count());
         me.device = s_.device;
+        me.ncclRows = s_.ncclRows;
+        me.ncclWorkspaceRows = s_.ncclWorkspaceRows;
         me.groupSize = static_cast<int32_t>(s_.group.size());
         std::copy(s_.group.begin(), s_.group.end(), me.group);
         auto const process = processIdentity();
@@ -149,11 +167,16 @@ private:
         struct {
             char const* name;
             int32_t mine, theirs;
-        } const fields[] = {
-            {"tp_size", me.tpSize, peer.tpSize},          {"hidden_size", me.hiddenSize, peer.hiddenSize},
-            {"capacity", me.capacity, peer.capacity},     {"lanes", me.lanes, peer.lanes},
-            {"on_error", me.onError, peer.onError},       {"wait_mode", me.waitMode, peer.waitMode},
-            {"timeout_ms", me.timeoutMs, peer.timeoutMs}, {"group size", me.groupSize, peer.groupSize}};
+        } const fields[] = {{"tp_size", me.tpSize, peer.tpSize},
+                            {"hidden_size", me.hiddenSize, peer.hiddenSize},
+                            {"capacity", me.capacity, peer.capacity},
+                            {"lanes", me.lanes, peer.lanes},
+                            {"on_error", me.onError, peer.onError},
+                            {"wait_mode", me.waitMode, peer.waitMode},
+                            {"timeout_ms", me.timeoutMs, peer.timeoutMs},
+                            {"group size", me.groupSize, peer.groupSize},
+                            {"nccl_rows", me.ncclRows, peer.ncclRows},
+                            {"nccl_workspace_rows", me.ncclWorkspaceRows, peer.ncclWorkspaceRows}};
         for (auto const& field : fields) {
             require(
                 field.mine == field.theirs, "rank ", r, " has ", field.name, " = ", field.theirs, ", rank ", me.rank,
@@ -214,16 +237,24 @@ private:
     }
 
     void mapPeers() {
-        Verdict mine{};
+        Mapping mine{};
         std::vector<std::byte*> bases(static_cast<size_t>(s_.tpSize), nullptr);
         try {
             for (int r = 0; r < s_.tpSize; ++r)
                 bases[static_cast<size_t>(r)] = mapPeer(r);
+        } catch (NoPeerAccess const& error) {
+            mine.noPeerAccess = 1;
+            setReason(mine.reason, error.what());
         } catch (std::exception const& error) {
             mine.failed = 1;
             setReason(mine.reason, error.what());
         }
-        requireAll(c_.bootstrap_->gather(mine, s_.tpSize), "mapping the peers' mailboxes");
+        std::vector<Mapping> const all = c_.bootstrap_->gather(mine, s_.tpSize);
+        requireAll(all, "mapping the peers' mailboxes");
+        for (size_t r = all.size(); r-- > 0;) {
+            if (all[r].noPeerAccess != 0)
+                noPeerAccess_ = join("rank ", r, ": ", readReason(all[r].reason));
+        }
         for (int lane = 0; lane < s_.lanes; ++lane)
             c_.boxes_.push_back(box(lane, bases));
     }
@@ -240,9 +271,16 @@ private:
             return static_cast<std::byte*>(offer.address);
         }
         void* mapped = nullptr;
+        cudaError_t const opened = cudaIpcOpenMemHandle(&mapped, offer.handle, cudaIpcMemLazyEnablePeerAccess);
+        if (opened == cudaErrorPeerAccessUnsupported) {
+            cudaGetLastError();
+            throw NoPeerAccess(join(
+                "device ", s_.device, " cannot access the memory of rank ", r, "'s device ",
+                peers_[static_cast<size_t>(r)].device,
+                ": the mailbox needs peer access (NVLink, or PCIe with P2P enabled)"));
+        }
         checkCuda(
-            cudaIpcOpenMemHandle(&mapped, offer.handle, cudaIpcMemLazyEnablePeerAccess),
-            "cudaIpcOpenMemHandle of rank ", r, "'s mailbox on device ", s_.device,
+            opened, "cudaIpcOpenMemHandle of rank ", r, "'s mailbox on device ", s_.device,
             " (ranks in other processes need CUDA IPC: same host, same user, no separate PID namespace)");
         c_.openedHandles_.push_back(mapped);
         return static_cast<std::byte*>(mapped);
@@ -294,6 +332,48 @@ private:
         decideHowToWait(resident);
     }
 
+    // Likewise.
+    void decideOnNccl() {
+        bool const apart = !noPeerAccess_.empty();
+        bool const shared = c_.ranksPerDevice_ > 1;
+        if (apart && (shared || s_.ncclRows < 0)) {
+            fail(
+                MHC_PEER_FAILED, "mapping the peers' mailboxes failed on ", noPeerAccess_,
+                "; NCCL would do without, but ", shared ? "ranks share a device" : "nccl_rows is -1");
+        }
+        c_.transport_ = s_.tpSize == 1 ? MHC_TRANSPORT_LOCAL : MHC_TRANSPORT_MAILBOX;
+        if (!apart && s_.ncclRows <= 0) {
+            c_.transportReason_ =
+                s_.ncclRows < 0 ? "nccl_rows is -1: never" : "nccl_rows is 0, and all ranks have peer access";
+            return;
+        }
+        if (shared) {
+            c_.transportReason_ = join(
+                "nccl_rows is ", s_.ncclRows, ", but up to ", c_.ranksPerDevice_,
+                " ranks share a device, which NCCL does not allow");
+            return;
+        }
+        joinNccl(apart);
+        c_.ncclRows_ = apart ? 1 : s_.ncclRows;
+        c_.transport_ = apart ? MHC_TRANSPORT_NCCL : MHC_TRANSPORT_MAILBOX_NCCL;
+        c_.transportReason_ = apart ? noPeerAccess_ : join("nccl_rows is ", s_.ncclRows);
+    }
+
+    void joinNccl(bool apart) {
+        Verdict mine{};
+        try {
+            NcclLibrary::instance();
+        } catch (std::exception const& error) {
+            mine.failed = 1;
+            setReason(mine.reason, error.what());
+        }
+        std::string const step = apart ? noPeerAccess_ + "; loading NCCL, which does without," : "loading NCCL";
+        requireAll(c_.bootstrap_->gather(mine, s_.tpSize), step.c_str());
+        NcclPath::Settings const settings{
+            s_.rank, s_.tpSize, s_.device, s_.hiddenSize, s_.lanes, s_.ncclWorkspaceRows, s_.timeout};
+        c_.nccl_ = std::make_unique<NcclPath>(settings, *c_.bootstrap_, c_.records_);
+    }
+
     void decideHowToWait(int residentRows) {
         c_.waitsAtGate_ = s_.waitMode == MHC_WAIT_GATE || (s_.waitMode == MHC_WAIT_AUTO && c_.ranksPerDevice_ > 1);
         // A CTA that publishes and waits in one kernel needs those of its peers on the device beside it.
@@ -309,6 +389,7 @@ private:
     CommSettings const& s_;
     std::vector<Introduction> peers_;
     std::vector<Offer> offers_;
+    std::string noPeerAccess_;  // the first rank that has none to a peer, and to which
     int residentRows_ = 0;
 };
 
@@ -353,6 +434,8 @@ void Communicator::reset() {
     DeviceGuard const device(settings_.device);
     quiesce();
     barrier();  // nobody may refill while a peer still publishes
+    if (nccl_ != nullptr)
+        nccl_->reset(*bootstrap_);
     fill();
     barrier();  // nobody may publish while a peer still refills
 }
@@ -381,6 +464,7 @@ void Communicator::release() noexcept {
     cudaGetDevice(&before);
     cudaSetDevice(settings_.device);
     cudaDeviceSynchronize();
+    nccl_.reset();
     for (void* handle : openedHandles_)
         cudaIpcCloseMemHandle(handle);
     openedHandles_.clear();
@@ -401,10 +485,16 @@ int Communicator::errorLane(int lane) const {
     int const first = lane < 0 ? 0 : lane;
     int const last = lane < 0 ? settings_.lanes - 1 : lane;
     for (int i = first; i <= last; ++i) {
-        if (static_cast<mhcErrorRecord const volatile*>(records_ + i)->kind != MHC_ERROR_NONE)
+        if (__atomic_load_n(&records_[i].kind, __ATOMIC_ACQUIRE) != MHC_ERROR_NONE)
             return i;
     }
     return -1;
+}
+
+void Communicator::pollNccl(int lane) const {
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    if (nccl_ != nullptr)
+        nccl_->poll(lane);
 }
 
 mhcErrorRecord Communicator::record(int lane) const {
@@ -425,6 +515,14 @@ mhcCommInfo Communicator::info() const {
     info.waits_at_gate = waitsAtGate_ ? 1 : 0;
     info.exchange_rows = exchangeRows_;
     info.mailbox_bytes = mailboxBytes_;
+    info.transport = transport_;
+    info.nccl_rows = ncclRows_;
+    std::snprintf(info.transport_reason, sizeof(info.transport_reason), "%s", transportReason_.c_str());
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    if (nccl_ != nullptr) {
+        info.nccl_workspace_rows = nccl_->rows();
+        info.nccl_version = nccl_->version();
+    }
     return info;
 }
 

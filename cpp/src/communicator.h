@@ -15,6 +15,7 @@
 #include "bootstrap.h"
 #include "kernels.h"
 #include "mhc/mhc.h"
+#include "nccl_path.h"
 
 namespace mhc {
 
@@ -29,6 +30,8 @@ struct CommSettings {
     mhcWaitMode waitMode;
     std::chrono::milliseconds timeout;
     std::vector<int32_t> group;
+    int ncclRows;  // 0: where there is no peer access, -1: never
+    int ncclWorkspaceRows;
 };
 
 // Checks a configuration that comes from outside; throws with what was expected and what came.
@@ -48,6 +51,8 @@ public:
     CommSettings const& settings() const { return settings_; }
     // The first lane in error, or -1. `lane` < 0 looks at all.
     int errorLane(int lane) const;
+    // Makes what NCCL has reported of `lane` (< 0: all) the lane's error.
+    void pollNccl(int lane) const;
     // Zeros once the communicator is closed.
     mhcErrorRecord record(int lane) const;
     void reset();
@@ -58,6 +63,7 @@ public:
     void boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t stream);
     void publish(int lane, void const* x, int rows, cudaStream_t stream);
     void allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream);
+    void allReduceNccl(int lane, void const* x, void* sum, int rows, cudaStream_t stream);
 
 private:
     class Setup;
@@ -67,6 +73,9 @@ private:
     void release() noexcept;
     void checkUsable(int lane) const;
     void launchPublishOf(Mailbox const& box, BoundaryArgs const& args, Chunk const& chunk, cudaStream_t stream) const;
+
+    bool viaNccl(int rows) const { return ncclRows_ > 0 && rows >= ncclRows_; }
+    void boundaryNccl(int lane, mhcBoundaryArgs const& args, cudaStream_t stream);
     void exchange(int lane, int rows, Published published, Consumer consumer, BoundaryArgs args, cudaStream_t stream);
 
     CommSettings settings_;
@@ -80,6 +89,10 @@ private:
     int ranksPerDevice_ = 1;
     bool waitsAtGate_ = false;
     int exchangeRows_ = 0;  // up to which one kernel publishes and consumes
+    mhcTransport transport_ = MHC_TRANSPORT_MAILBOX;
+    std::string transportReason_;
+    int ncclRows_ = 0;  // M from which on NCCL is used, 0 = never
+    std::unique_ptr<NcclPath> nccl_;
     std::atomic<bool> closed_{false};
     // Shared by whoever uses the memory, alone for freeing it: plugins may still be at work when a communicator is
     // closed.

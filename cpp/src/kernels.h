@@ -73,6 +73,28 @@ cudaError_t launchGate(Mailbox const& box, Chunk const& chunk, cudaStream_t stre
 cudaError_t launchBoundary(
     BoundaryShape const& shape, Mailbox const& box, BoundaryArgs const& args, Launch how, cudaStream_t stream);
 
+// How far a lane's all-reduces through NCCL have come, in device memory.
+struct NcclProgress {
+    uint32_t started;
+    uint32_t finished;
+    uint32_t epoch;  // of the communicator that is in use
+};
+
+// The same for the host, in its memory.
+struct NcclBeat {
+    uint32_t started;
+    uint32_t finished;
+};
+
+// Before NCCL's all-reduce: counts it, and records indices outside of what is finalized.
+cudaError_t launchNcclBegin(
+    Mailbox const& box, NcclProgress* progress, NcclBeat* beat, FinalizeInput const& finalize, Chunk const& chunk,
+    cudaStream_t stream);
+// After it: counts it, and where the lane has an error, or another epoch, makes `fragments` fragments of `sum` NaN.
+cudaError_t launchNcclEnd(
+    Mailbox const& box, NcclProgress* progress, NcclBeat* beat, uint32_t epoch, uint4* sum, size_t fragments,
+    uint32_t owner, cudaStream_t stream);
+
 // rows >= 1.
 cudaError_t launchCoefficients(CoefficientsInput const& input, cudaStream_t stream);
 

@@ -56,5 +56,6 @@ inline cudaError_t loadKernels(std::initializer_list<void const*> kernels) {
 cudaError_t loadPublishKernels();
 cudaError_t loadBoundaryKernels();
 cudaError_t loadCoefficientsKernels();
+cudaError_t loadNcclKernels();
 
 }  // namespace mhc

@@ -3,6 +3,7 @@
 // The communicator's operations: which kernels, in which order.
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 
 #include "arguments.h"
 #include "communicator.h"
@@ -53,6 +54,14 @@ std::string describe(mhcErrorRecord const& record, int lane) {
                 "nothing with the expected operation and rows was published before the boundary that "
                 "consumes it",
                 where, tail);
+        case MHC_ERROR_NCCL:
+            return join(
+                "the all-reduce through NCCL did not come to its end: ",
+                record.field == 0   ? "a rank did not take part in it in time"
+                : record.field == 1 ? "NCCL reported an error"
+                                    : "its graph was captured before the reset that made a new NCCL communicator",
+                record.field == 1 && record.got != 0 ? join(", ", record.got) : std::string(), " (lane ", lane, ")",
+                tail);
         default:
             return join("unknown error kind ", record.kind, where, tail);
     }
@@ -61,6 +70,7 @@ std::string describe(mhcErrorRecord const& record, int lane) {
 void Communicator::checkUsable(int lane) const {
     require(!closed_, "the communicator is closed");
     require(lane >= 0 && lane < settings_.lanes, "lane must be in 0 .. ", settings_.lanes - 1, ", got ", lane);
+    pollNccl(lane);
     if (errorLane(lane) >= 0)
         fail(MHC_MAILBOX_ERROR, describe(record(lane), lane));
 }
@@ -103,6 +113,10 @@ void Communicator::exchange(
 
 void Communicator::boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t stream) {
     checkBoundaryArgs(args);
+    if (viaNccl(args.rows)) {
+        boundaryNccl(lane, args, stream);
+        return;
+    }
     if (settings_.tpSize == 1) {
         require(!closed_, "the communicator is closed");
         boundaryLocal(settings_.hiddenSize, args, stream);
@@ -120,6 +134,10 @@ void Communicator::boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t 
 
 void Communicator::publish(int lane, void const* x, int rows, cudaStream_t stream) {
     require(settings_.tpSize > 1, "publishing needs a group of more than one rank");
+    if (viaNccl(rows)) {
+        checkUsable(lane);
+        return;
+    }
     require(
         rows >= 0 && rows <= settings_.capacity, "rows must be in 0 .. capacity = ", settings_.capacity, ", got ",
         rows);
@@ -135,7 +153,69 @@ void Communicator::publish(int lane, void const* x, int rows, cudaStream_t strea
     launchPublishOf(boxes_[static_cast<size_t>(lane)], args, chunk, stream);
 }
 
+// NCCL sums into the lane's workspace, so many rows at a time; the boundary kernel goes on from there as for one rank.
+void Communicator::boundaryNccl(int lane, mhcBoundaryArgs const& args, cudaStream_t stream) {
+    require(
+        args.published == 0 || args.x != nullptr, "a published boundary of ", args.rows,
+        " rows goes through NCCL and needs x: nccl_rows is ", ncclRows_);
+    if (args.published != 0)
+        requireAligned(args.x, "x");
+    checkUsable(lane);
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    require(!closed_, "the communicator is closed");
+    Mailbox const& box = boxes_[static_cast<size_t>(lane)];
+    uint4* const workspace = nccl_->workspace(lane);
+    size_t const rowFragments = static_cast<size_t>(settings_.hiddenSize) / kFragment;
+    BoundaryArgs local = kernelArgs(args);
+    FinalizeInput const finalize = local.finalize;
+    uint4 const* const contribution = local.x;
+    local.finalize = {};
+    for (int begin = 0; begin < args.rows; begin += nccl_->rows()) {
+        Chunk const chunk{begin, std::min(nccl_->rows(), args.rows - begin), args.rows, nextOwner(), 0};
+        size_t const skipped = begin * rowFragments;
+        // Kernels count rows from the call's first one, the workspace from the chunk's.
+        auto* const rows = reinterpret_cast<uint4*>(reinterpret_cast<uintptr_t>(workspace) - skipped * sizeof(uint4));
+        uint4 const* send = contribution + (finalize.topK > 0 ? 0 : skipped);
+        if (finalize.topK > 0) {
+            BoundaryArgs finalized{};
+            finalized.chunk = chunk;
+            finalized.finalize = finalize;
+            finalized.residualOut = rows;
+            checkCuda(
+                launchBoundary(
+                    {Source::kLocal, Consumer::kAllReduce, settings_.hiddenSize, 1}, Mailbox{}, finalized,
+                    Launch::kOverlapped, stream),
+                "launching the finalize");
+            send = workspace;
+        }
+        nccl_->sum(box, send, workspace, finalize, chunk, stream);
+        local.x = rows;
+        local.chunk = chunk;
+        checkCuda(
+            launchBoundary(
+                {Source::kLocal, consumerOf(args), settings_.hiddenSize, 1}, Mailbox{}, local, Launch::kPlain, stream),
+            "launching the boundary on NCCL's sum");
+    }
+}
+
+void Communicator::allReduceNccl(int lane, void const* x, void* sum, int rows, cudaStream_t stream) {
+    BoundaryArgs const args = allReduceArgs(x, sum, rows);
+    checkUsable(lane);
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    require(!closed_, "the communicator is closed");
+    if (nccl_ == nullptr)
+        fail(MHC_UNSUPPORTED, "the communicator was made without NCCL (", transportReason_, ")");
+    if (rows == 0)
+        return;
+    Chunk const chunk{0, rows, rows, nextOwner(), 0};
+    nccl_->sum(boxes_[static_cast<size_t>(lane)], args.x, args.residualOut, {}, chunk, stream);
+}
+
 void Communicator::allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream) {
+    if (viaNccl(rows)) {
+        allReduceNccl(lane, x, sum, rows, stream);
+        return;
+    }
     if (settings_.tpSize == 1) {
         require(!closed_, "the communicator is closed");
         allReduceLocal(x, sum, rows, settings_.hiddenSize, stream);

@@ -4,6 +4,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstring>
 
 #include "communicator.h"
 #include "status.h"
@@ -12,6 +14,9 @@ namespace mhc {
 namespace {
 
 constexpr int kMaxLanes = 64;
+constexpr int kNcclWorkspaceRows = 2048;
+// Of the first mhcCommConfig: what came after is optional.
+constexpr size_t kFirstConfigBytes = offsetof(mhcCommConfig, nccl_rows);
 
 }  // namespace
 
@@ -35,11 +40,15 @@ std::vector<int32_t> groupRanks(int tpSize, int32_t const* group, int groupSize)
     return ranks;
 }
 
-CommSettings readConfig(mhcCommConfig const* config) {
-    require(config != nullptr, "config is NULL");
+CommSettings readConfig(mhcCommConfig const* given) {
+    require(given != nullptr, "config is NULL");
     require(
-        config->struct_size == sizeof(mhcCommConfig), "mhcCommConfig.struct_size is ", config->struct_size,
-        ", expected ", sizeof(mhcCommConfig), ": header and library differ");
+        given->struct_size >= kFirstConfigBytes && given->struct_size <= sizeof(mhcCommConfig),
+        "mhcCommConfig.struct_size is ", given->struct_size, ", expected ", sizeof(mhcCommConfig),
+        ": header and library differ");
+    mhcCommConfig complete{};
+    std::memcpy(&complete, given, given->struct_size);
+    mhcCommConfig const* const config = &complete;
     int const tp = config->tp_size;
     require(tp == 1 || tp == 2 || tp == 4 || tp == 8, "tp_size must be 1, 2, 4 or 8, got ", tp);
     require(config->rank >= 0 && config->rank < tp, "rank must be in 0 .. ", tp - 1, ", got ", config->rank);
@@ -56,6 +65,12 @@ CommSettings readConfig(mhcCommConfig const* config) {
     require(
         config->wait_mode >= MHC_WAIT_AUTO && config->wait_mode <= MHC_WAIT_SPLIT,
         "wait_mode must be 0 (auto), 1 (spin), 2 (gate) or 3 (split), got ", config->wait_mode);
+    require(
+        config->nccl_rows >= -1,
+        "nccl_rows must be -1 (never), 0 (where there is no peer access) or a number of rows, got ", config->nccl_rows);
+    require(
+        config->nccl_workspace_rows >= 0 && config->nccl_workspace_rows <= kMaxLaunchRows,
+        "nccl_workspace_rows must be in 0 .. ", kMaxLaunchRows, ", got ", config->nccl_workspace_rows);
     int devices = 0;
     cudaError_t const counted = cudaGetDeviceCount(&devices);
     checkCuda(counted, "a communicator needs a CUDA device: cudaGetDeviceCount");
@@ -74,7 +89,9 @@ CommSettings readConfig(mhcCommConfig const* config) {
         static_cast<mhcOnError>(config->on_error),
         static_cast<mhcWaitMode>(config->wait_mode),
         std::chrono::milliseconds(timeout),
-        groupRanks(tp, config->group, config->group_size)};
+        groupRanks(tp, config->group, config->group_size),
+        config->nccl_rows,
+        config->nccl_workspace_rows == 0 ? kNcclWorkspaceRows : config->nccl_workspace_rows};
 }
 
 }  // namespace mhc

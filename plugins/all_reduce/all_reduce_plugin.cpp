@@ -12,12 +12,14 @@ using nvinfer1::DataType;
 using nvinfer1::PluginFieldType;
 
 constexpr char kOneShot[] = "oneshot";
+constexpr char kNccl[] = "nccl";
 constexpr int32_t kMaxStrategyLength = 32;
 
 std::vector<FieldSpec> allReduceFieldSpecs() {
     std::vector<FieldSpec> specs = GroupAttributes::fieldSpecs();
     specs.insert(specs.begin(), formatFieldSpec());
-    specs.push_back({"strategy", PluginFieldType::kCHAR, kMaxStrategyLength, false, "\"oneshot\"", nullptr});
+    specs.push_back(
+        {"strategy", PluginFieldType::kCHAR, kMaxStrategyLength, false, "\"oneshot\" or \"nccl\"", nullptr});
     return specs;
 }
 
@@ -33,12 +35,8 @@ Signature allReduceSignature() {
 AllReducePlugin::AllReducePlugin(GroupAttributes group, std::string strategy, nvinfer1::TensorRTPhase phase)
     : GroupPlugin(kName, allReduceSignature(), std::move(group), "strategy=" + strategy, phase),
       strategy_(std::move(strategy)) {
-    if (strategy_ == "nccl") {
-        throw PluginError(
-            "field \"strategy\": expected \"oneshot\", got \"nccl\", which this version does not have yet");
-    }
-    if (strategy_ != kOneShot) {
-        throw PluginError("field \"strategy\": expected \"oneshot\", got \"" + strategy_ + "\"");
+    if (strategy_ != kOneShot && strategy_ != kNccl) {
+        throw PluginError("field \"strategy\": expected \"oneshot\" or \"nccl\", got \"" + strategy_ + "\"");
     }
 }
 
@@ -58,10 +56,11 @@ void AllReducePlugin::launchLocal(Call const& call) const {
 }
 
 void AllReducePlugin::launchGroup(Call const& call, mhcComm_t comm, int32_t lane) const {
+    bool const nccl = strategy_ == kNccl;
+    auto* const allReduce = nccl ? mhcAllReduceNccl : mhcAllReduce;
     checkStatus(
-        "mhcAllReduce",
-        mhcAllReduce(
-            comm, lane, call.inputs[0], call.outputs[0], static_cast<int32_t>(call.extents.rows), call.stream));
+        nccl ? "mhcAllReduceNccl" : "mhcAllReduce",
+        allReduce(comm, lane, call.inputs[0], call.outputs[0], static_cast<int32_t>(call.extents.rows), call.stream));
 }
 
 AllReduceCreator::AllReduceCreator() : CreatorBase(AllReducePlugin::kName, allReduceFieldSpecs()) {}

@@ -27,7 +27,7 @@ HC_MULT = 4
 COEFFICIENT_COUNT = (2 + HC_MULT) * HC_MULT
 HIDDEN_SIZES = (4096, 5120, 7168)
 TP_SIZES = (1, 2, 4, 8)
-STRATEGIES = ("oneshot",)
+STRATEGIES = ("oneshot", "nccl")
 
 # Name of an input: the tensor, its dtype, and its shape by symbols (equal symbols have equal sizes) and sizes.
 _Inputs = dict[str, tuple[Any, Any, tuple[str | int, ...]]]
@@ -209,7 +209,8 @@ def add_all_reduce(
         tp_size: ranks of the group: 1, 2, 4 or 8.
         rank: index in the group; -1 leaves it to the communicator.
         group: world ranks in order; empty means 0 .. tp_size - 1.
-        strategy: ``"oneshot"``, the only one yet.
+        strategy: ``"oneshot"``, or ``"nccl"`` for NCCL's all-reduce, whose order of summation is its own. The
+            communicator must then have been made with NCCL (``nccl_rows`` of ``Communicator``).
 
     Raises:
         TypeError: ``x`` has another dtype.

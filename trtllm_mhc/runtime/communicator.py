@@ -23,8 +23,9 @@ import ml_dtypes
 import numpy as np
 
 from trtllm_mhc.runtime import library as c_api
+from trtllm_mhc.runtime import nccl
 from trtllm_mhc.runtime.cuda import DeviceArray, Stream
-from trtllm_mhc.runtime.library import Library, MailboxRecord, library
+from trtllm_mhc.runtime.library import Library, MailboxRecord, Transport, library
 
 AllGather = Callable[[bytes], Sequence[bytes]]
 """Gives this rank's bytes to the group and returns all ranks' bytes in rank order, each as long as the argument."""
@@ -55,6 +56,11 @@ class CommunicatorInfo:
         exchange_rows: up to which M publish and consume are one kernel; 0: never.
         multicast: NVLink multicast is used.
         mailbox_bytes: of this rank, all lanes.
+        transport: what carries the contributions.
+        transport_reason: why, as a sentence.
+        nccl_rows: M from which on NCCL's all-reduce is used; 0: never.
+        nccl_workspace_rows: rows that go through NCCL at once; 0: NCCL is not used.
+        nccl_version: for example "2.28.9"; None: NCCL is not used.
     """
 
     tp_size: int
@@ -68,6 +74,11 @@ class CommunicatorInfo:
     exchange_rows: int
     multicast: bool
     mailbox_bytes: int
+    transport: Transport
+    transport_reason: str
+    nccl_rows: int
+    nccl_workspace_rows: int
+    nccl_version: str | None
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,7 @@ class BoundaryOutputs:
 
 
 class Communicator:
-    """One rank's end of the group. Make one with `threads` or `all_gather`."""
+    """One rank's end of the group. Make one with `threads`, `all_gather` or `from_nccl`."""
 
     def __init__(self, lib: Library, handle: ctypes.c_void_p, keep_alive: object = None) -> None:
         self._library = lib
@@ -124,6 +135,8 @@ class Communicator:
         wait_mode: WaitMode = "auto",
         timeout_s: float = 60.0,
         group: Sequence[int] = (),
+        nccl_rows: int = 0,
+        nccl_workspace_rows: int = 0,
     ) -> Communicator:
         """Collective. Joins the ranks that are threads of this process and give the same `name`.
 
@@ -141,13 +154,29 @@ class Communicator:
                 device, else "spin".
             timeout_s: of a kernel's wait and of every collective call.
             group: world ranks, as in the plugins' `group` field; empty: 0 to tp_size - 1.
+            nccl_rows: M from which on NCCL's all-reduce is used. 0: only where ranks have no peer access to each other,
+                for every M; -1: never. Ranks that share a device do without NCCL; `info.transport_reason` says so.
+            nccl_workspace_rows: rows that go through NCCL at once, of 2 H bytes each and lane; 0: 2048.
 
         Raises:
             InvalidArgumentError: an argument is out of range, or the ranks disagree.
             CollectiveTimeoutError: a rank did not come.
         """
         lib = library()
-        config = _config(tp_size, rank, device, hidden_size, capacity, lanes, on_error, wait_mode, timeout_s, group)
+        config = _config(
+            tp_size,
+            rank,
+            device,
+            hidden_size,
+            capacity,
+            lanes,
+            on_error,
+            wait_mode,
+            timeout_s,
+            group,
+            nccl_rows,
+            nccl_workspace_rows,
+        )
         handle = ctypes.c_void_p()
         status = lib.mhcCommCreateThreads(ctypes.byref(handle), ctypes.byref(config), name.encode())
         lib.check(status, f"communicator {name!r}, rank {rank} of {tp_size}")
@@ -168,6 +197,8 @@ class Communicator:
         wait_mode: WaitMode = "auto",
         timeout_s: float = 60.0,
         group: Sequence[int] = (),
+        nccl_rows: int = 0,
+        nccl_workspace_rows: int = 0,
     ) -> Communicator:
         """Collective. Joins ranks that meet through the caller's all-gather (mpi4py, torch.distributed, ...).
 
@@ -175,12 +206,84 @@ class Communicator:
         exception in the callback becomes the cause of the error raised here.
         """
         lib = library()
-        config = _config(tp_size, rank, device, hidden_size, capacity, lanes, on_error, wait_mode, timeout_s, group)
+        config = _config(
+            tp_size,
+            rank,
+            device,
+            hidden_size,
+            capacity,
+            lanes,
+            on_error,
+            wait_mode,
+            timeout_s,
+            group,
+            nccl_rows,
+            nccl_workspace_rows,
+        )
         bridge = _AllGatherBridge(callback, tp_size)
         handle = ctypes.c_void_p()
         status = lib.mhcCommCreateAllGather(ctypes.byref(handle), ctypes.byref(config), bridge.function, None)
         bridge.check(lib, status, f"communicator, rank {rank} of {tp_size}")
         return cls(lib, handle, bridge)
+
+    @classmethod
+    def from_nccl(
+        cls,
+        handle: int,
+        *,
+        tp_size: int,
+        rank: int,
+        device: int,
+        hidden_size: int,
+        capacity: int = 64,
+        lanes: int = 1,
+        on_error: Literal["raise", "trap"] = "raise",
+        wait_mode: WaitMode = "auto",
+        timeout_s: float = 60.0,
+        group: Sequence[int] = (),
+        nccl_rows: int = 0,
+        nccl_workspace_rows: int = 0,
+    ) -> Communicator:
+        """Collective. Joins ranks that meet through an `ncclComm_t` of exactly the group's ranks, in its order.
+
+        The NCCL communicator carries what the ranks tell each other here, in `reset` and in `close`, and nothing else;
+        nobody else may use it meanwhile, and it must live as long as this communicator. All-reduces through NCCL use
+        communicators of their own. With torch:
+
+            torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", device))
+            handle = trtllm_mhc.runtime.nccl.torch_communicator()
+
+        Where it blocks the host, NCCL's own connecting to its peers is not bounded by `timeout_s`.
+
+        Args:
+            handle: the address, as an integer.
+
+        Other arguments and errors are those of `threads`.
+
+        Raises:
+            InvalidArgumentError: the NCCL communicator has another size, rank or device.
+            NcclError: NCCL reported an error.
+            UnsupportedError: NCCL cannot be loaded.
+        """
+        lib = library()
+        config = _config(
+            tp_size,
+            rank,
+            device,
+            hidden_size,
+            capacity,
+            lanes,
+            on_error,
+            wait_mode,
+            timeout_s,
+            group,
+            nccl_rows,
+            nccl_workspace_rows,
+        )
+        made = ctypes.c_void_p()
+        status = lib.mhcCommCreateNccl(ctypes.byref(made), ctypes.byref(config), handle)
+        lib.check(status, f"communicator through NCCL, rank {rank} of {tp_size}")
+        return cls(lib, made)
 
     @classmethod
     def self_loop(
@@ -274,6 +377,27 @@ class Communicator:
         self._check(status, "all-reduce", lane)
         return out
 
+    def all_reduce_nccl(
+        self, x: DeviceArray, *, stream: Stream, lane: int = 0, out: DeviceArray | None = None
+    ) -> DeviceArray:
+        """`all_reduce` through NCCL whatever M is: NCCL's order of summation.
+
+        With two ranks the bits are those of `all_reduce`, but for -0 where both ranks have -0, and NaN payloads.
+
+        Raises:
+            ValueError: a shape or dtype is wrong.
+            MailboxError: the lane is in error.
+            UnsupportedError: the communicator was made without NCCL.
+        """
+        rows = _rows(x, self.info.hidden_size)
+        _expect("x", x, (rows, self.info.hidden_size), _BF16)
+        if out is None:
+            out = DeviceArray(x.shape, _BF16)
+        _expect("out", out, x.shape, _BF16)
+        status = self._library.mhcAllReduceNccl(self.handle, lane, x.pointer, out.pointer, rows, stream.handle)
+        self._check(status, "all-reduce through NCCL", lane)
+        return out
+
     def publish(self, x: DeviceArray, *, stream: Stream, lane: int = 0) -> None:
         """Stores `x` [M, H] bf16 into every rank's mailbox, as a producer does for `boundary(published=True)`.
 
@@ -318,7 +442,8 @@ class Communicator:
             residual_out: [M, hc, H] bf16, allocated when not given; must not overlap `residual`.
             layer_input: [M, H] bf16, allocated when not given.
             mxfp8: (data [M, H] FP8 E4M3, scales, 4-byte words or bytes of the 128x4 layout) to be written as well.
-            published: the contribution is in the mailbox already.
+            published: the contribution is in the mailbox already. Where M goes through NCCL (`info.nccl_rows`) it is
+                taken from `x`, which must then be given.
 
         Raises:
             ValueError: a shape or dtype is wrong.
@@ -399,6 +524,11 @@ class Communicator:
             exchange_rows=info.exchange_rows,
             multicast=bool(info.multicast),
             mailbox_bytes=info.mailbox_bytes,
+            transport=Transport(info.transport),
+            transport_reason=info.transport_reason.decode(errors="replace"),
+            nccl_rows=info.nccl_rows,
+            nccl_workspace_rows=info.nccl_workspace_rows,
+            nccl_version=nccl.version_text(info.nccl_version) if info.nccl_version else None,
         )
 
 
@@ -445,6 +575,8 @@ def _config(
     wait_mode: str,
     timeout_s: float,
     group: Sequence[int],
+    nccl_rows: int = 0,
+    nccl_workspace_rows: int = 0,
 ) -> c_api.CCommConfig:
     if on_error not in ("raise", "trap"):
         raise ValueError(f"on_error: expected 'raise' or 'trap', got {on_error!r}")
@@ -466,6 +598,8 @@ def _config(
         timeout_ms=round(timeout_s * 1000),
         group_size=len(group),
         group=world,
+        nccl_rows=nccl_rows,
+        nccl_workspace_rows=nccl_workspace_rows,
     )
 
 

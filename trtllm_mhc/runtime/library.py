@@ -15,10 +15,12 @@ from enum import IntEnum
 from typing import Any
 
 from trtllm_mhc import plugin
+from trtllm_mhc.runtime import nccl
 
 MAX_RANKS = 8
 STREAMS = 4
 MAX_GROUP = 64
+REASON_BYTES = 192
 
 
 class Status(IntEnum):
@@ -33,6 +35,7 @@ class Status(IntEnum):
     UNSUPPORTED = 6
     PEER_FAILED = 7
     CAPTURE_NOT_READY = 8
+    NCCL_ERROR = 9
 
 
 class ErrorKind(IntEnum):
@@ -44,6 +47,24 @@ class ErrorKind(IntEnum):
     INDEX = 3
     TICKET = 4
     NOT_PUBLISHED = 5
+    NCCL = 6
+
+
+class NcclFailure(IntEnum):
+    """What became of an all-reduce through NCCL, in the `field` of its error record."""
+
+    TIMEOUT = 0
+    REPORTED = 1
+    STALE_GRAPH = 2
+
+
+class Transport(IntEnum):
+    """`mhcTransport`: what carries the contributions."""
+
+    LOCAL = 0
+    MAILBOX = 1
+    MAILBOX_NCCL = 2
+    NCCL = 3
 
 
 class HeaderField(IntEnum):
@@ -102,6 +123,8 @@ class CCommConfig(ctypes.Structure):
         ("timeout_ms", ctypes.c_uint32),
         ("group_size", ctypes.c_int32),
         ("group", ctypes.POINTER(ctypes.c_int32)),
+        ("nccl_rows", ctypes.c_int32),
+        ("nccl_workspace_rows", ctypes.c_int32),
     ]
 
 
@@ -121,6 +144,11 @@ class CCommInfo(ctypes.Structure):
         ("exchange_rows", ctypes.c_int32),
         ("multicast", ctypes.c_int32),
         ("mailbox_bytes", ctypes.c_size_t),
+        ("transport", ctypes.c_int32),
+        ("nccl_rows", ctypes.c_int32),
+        ("nccl_workspace_rows", ctypes.c_int32),
+        ("nccl_version", ctypes.c_int32),
+        ("transport_reason", ctypes.c_char * REASON_BYTES),
     ]
 
 
@@ -189,8 +217,8 @@ class MailboxRecord:
         generation: the mailbox generation, 0 to 2.
         sequence: the lane's call number.
         expected: header mismatch: this rank's word; index error: rows of the tensor.
-        got: header mismatch: the peer's word; index error: the index found.
-        field: header mismatch: the word that differs.
+        got: header mismatch: the peer's word; index error: the index found; NCCL: its result, or 0.
+        field: header mismatch: the word that differs; NCCL: what became of the all-reduce.
     """
 
     kind: ErrorKind
@@ -200,7 +228,7 @@ class MailboxRecord:
     sequence: int
     expected: int
     got: int
-    field: HeaderField
+    field: HeaderField | NcclFailure
 
     @classmethod
     def from_c(cls, record: CErrorRecord) -> MailboxRecord:
@@ -213,7 +241,7 @@ class MailboxRecord:
             sequence=record.sequence,
             expected=record.expected,
             got=record.got,
-            field=HeaderField(record.field),
+            field=(NcclFailure if record.kind == ErrorKind.NCCL else HeaderField)(record.field),
         )
 
     def __str__(self) -> str:
@@ -232,6 +260,13 @@ class MailboxRecord:
             return f"the lane was in use by another stream, context or graph ({where})"
         if self.kind is ErrorKind.NOT_PUBLISHED:
             return f"a published boundary found nothing published ({where})"
+        if self.kind is ErrorKind.NCCL:
+            why = {
+                NcclFailure.TIMEOUT: "a rank did not take part in time",
+                NcclFailure.REPORTED: f"NCCL reported an error ({self.got})",
+                NcclFailure.STALE_GRAPH: "its graph was captured before the reset that made a new NCCL communicator",
+            }
+            return f"an all-reduce through NCCL did not come to its end: {why[NcclFailure(self.field)]}"
         return "no error"
 
 
@@ -279,6 +314,10 @@ class CaptureNotReadyError(MhcError):
     """Stream capture began before the group had met."""
 
 
+class NcclError(MhcError):
+    """A call of NCCL failed."""
+
+
 _EXCEPTIONS: dict[Status, type[MhcError]] = {
     Status.INVALID_ARGUMENT: InvalidArgumentError,
     Status.CUDA_ERROR: CudaCallError,
@@ -287,6 +326,7 @@ _EXCEPTIONS: dict[Status, type[MhcError]] = {
     Status.UNSUPPORTED: UnsupportedError,
     Status.PEER_FAILED: PeerFailedError,
     Status.CAPTURE_NOT_READY: CaptureNotReadyError,
+    Status.NCCL_ERROR: NcclError,
 }
 
 _COMM = ctypes.c_void_p
@@ -303,6 +343,9 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         [ctypes.POINTER(_COMM), ctypes.POINTER(CCommConfig), AllGatherFn, ctypes.c_void_p],
     ),
     "mhcCommCreateSelfLoop": (ctypes.c_int, [ctypes.POINTER(_COMM), ctypes.POINTER(CCommConfig)]),
+    "mhcCommCreateNccl": (ctypes.c_int, [ctypes.POINTER(_COMM), ctypes.POINTER(CCommConfig), ctypes.c_void_p]),
+    "mhcNcclSetPath": (ctypes.c_int, [ctypes.c_char_p]),
+    "mhcNcclVersion": (ctypes.c_int, [ctypes.POINTER(ctypes.c_int32)]),
     "mhcCommDestroy": (ctypes.c_int, [_COMM]),
     "mhcCommReset": (ctypes.c_int, [_COMM]),
     "mhcCommStatus": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.POINTER(CErrorRecord)]),
@@ -313,6 +356,10 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "mhcPublish": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
     "mhcBoundaryLocal": (ctypes.c_int, [ctypes.c_int32, ctypes.POINTER(CBoundaryArgs), ctypes.c_void_p]),
     "mhcAllReduce": (
+        ctypes.c_int,
+        [_COMM, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p],
+    ),
+    "mhcAllReduceNccl": (
         ctypes.c_int,
         [_COMM, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p],
     ),
@@ -381,4 +428,7 @@ def library() -> Library:
         OSError: the shared library is missing or cannot be loaded.
         ImportError: it lacks a function of the header.
     """
-    return Library(plugin.load())
+    loaded = Library(plugin.load())
+    if wheel := nccl.wheel_library():
+        loaded.check(loaded.mhcNcclSetPath(str(wheel).encode()), "mhcNcclSetPath")
+    return loaded

@@ -34,8 +34,9 @@ typedef enum mhcStatus {
     MHC_MAILBOX_ERROR = 4,  // the lane's error record is set; only mhcCommReset clears it
     MHC_NOT_BOUND = 5,      // no communicator for this group and device
     MHC_UNSUPPORTED = 6,
-    MHC_PEER_FAILED = 7,       // a collective host call: another rank reported a failure
-    MHC_CAPTURE_NOT_READY = 8  // capturing before the group has met
+    MHC_PEER_FAILED = 7,        // a collective host call: another rank reported a failure
+    MHC_CAPTURE_NOT_READY = 8,  // capturing before the group has met
+    MHC_NCCL_ERROR = 9          // a call of NCCL failed
 } mhcStatus;
 
 // What went wrong inside a kernel: the one record of a lane.
@@ -45,7 +46,8 @@ typedef enum mhcErrorKind {
     MHC_ERROR_HEADER_MISMATCH = 2,  // a peer came with another M, operation, order or lane
     MHC_ERROR_INDEX = 3,            // a finalize index lies outside gemm2_permuted
     MHC_ERROR_TICKET = 4,           // the lane was in use by another enqueue
-    MHC_ERROR_NOT_PUBLISHED = 5     // a published boundary found nothing published
+    MHC_ERROR_NOT_PUBLISHED = 5,    // a published boundary found nothing published
+    MHC_ERROR_NCCL = 6              // an all-reduce through NCCL did not come to its end
 } mhcErrorKind;
 
 typedef struct mhcErrorRecord {
@@ -55,8 +57,9 @@ typedef struct mhcErrorRecord {
     uint32_t generation;  // 0, 1, 2
     uint32_t sequence;    // the lane's call number
     uint32_t expected;    // header mismatch: this rank's word; index: rows of the tensor
-    uint32_t got;         // header mismatch: the peer's word; index: the index found
+    uint32_t got;         // header mismatch: the peer's word; index: the index found; NCCL: its result, or 0
     uint32_t field;       // header mismatch: 0 sequence, 1 rows, 2 operation, 3 lane
+                          // NCCL: 0 not in time, 1 it reported an error, 2 a graph captured before a reset
 } mhcErrorRecord;
 
 typedef enum mhcOnError {
@@ -92,6 +95,10 @@ typedef struct mhcCommConfig {
     uint32_t timeout_ms;   // of a kernel's wait and of each collective host call; 0 = 60 000
     int32_t group_size;    // number of entries of `group`; 0: the ranks 0 .. tp_size-1
     int32_t const* group;  // world ranks, as in the plugins' `group` attribute
+    // A struct_size that ends before these is accepted: they count as 0.
+    int32_t nccl_rows;  // M from which on NCCL's all-reduce is used. 0: only where ranks have no peer access to
+                        // each other, for every M; -1: never. The same on all ranks
+    int32_t nccl_workspace_rows;  // rows that go through NCCL at once, 1 .. 65535; 0 = 2048
 } mhcCommConfig;
 
 MHC_API char const* mhcVersion(void);
@@ -108,12 +115,27 @@ mhcCommCreateAllGather(mhcComm_t* comm, mhcCommConfig const* config, mhcAllGathe
 // One rank that plays its whole group: what it stores for a peer lands in its own mailbox as that peer's contribution,
 // so that all contributions equal its own. For measurements without a link and for sanitizers; `rank` is 0.
 MHC_API mhcStatus mhcCommCreateSelfLoop(mhcComm_t* comm, mhcCommConfig const* config);
+// Collective. Ranks meet through `ncclComm`, an ncclComm_t of exactly the group's ranks, in the group's order, made by
+// whoever else uses NCCL in this process (TensorRT-LLM, Triton, torch). It stays the caller's, carries only what the
+// ranks tell each other in collective functions, and must outlive the communicator; nobody else may use it during them.
+// Where it blocks the host, NCCL's own setting up is not bounded by timeout_ms.
+MHC_API mhcStatus mhcCommCreateNccl(mhcComm_t* comm, mhcCommConfig const* config, void* ncclComm);
 // Collective unless the lanes are in error. Waits for the device's work, then frees.
 MHC_API mhcStatus mhcCommDestroy(mhcComm_t comm);
 // Collective: quiesces, refills every lane, forgets errors, tickets and pending publishes.
 MHC_API mhcStatus mhcCommReset(mhcComm_t comm);
 // MHC_SUCCESS, or MHC_MAILBOX_ERROR with the record of the first lane in error (lane < 0: any lane).
 MHC_API mhcStatus mhcCommStatus(mhcComm_t comm, int32_t lane, mhcErrorRecord* record);
+
+// What carries the contributions, decided by all ranks when the group is made.
+typedef enum mhcTransport {
+    MHC_TRANSPORT_LOCAL = 0,         // one rank: nothing is carried
+    MHC_TRANSPORT_MAILBOX = 1,       // the mailbox, for every M
+    MHC_TRANSPORT_MAILBOX_NCCL = 2,  // the mailbox, and NCCL for M of nccl_rows and more
+    MHC_TRANSPORT_NCCL = 3           // NCCL, for every M
+} mhcTransport;
+
+#define MHC_REASON_BYTES 192
 
 typedef struct mhcCommInfo {
     uint32_t struct_size;
@@ -123,8 +145,20 @@ typedef struct mhcCommInfo {
     int32_t exchange_rows;     // up to which publish and consume are one kernel; 0 = never
     int32_t multicast;         // 1: NVLink multicast is used
     size_t mailbox_bytes;      // of this rank, all lanes
+    // A struct_size that ends before these is accepted.
+    int32_t transport;                        // mhcTransport
+    int32_t nccl_rows;                        // M from which on NCCL is used; 0 = never
+    int32_t nccl_workspace_rows;              // rows that go through NCCL at once; 0 = NCCL is not used
+    int32_t nccl_version;                     // as NCCL counts, 22809 is 2.28.9; 0 = NCCL is not used
+    char transport_reason[MHC_REASON_BYTES];  // a sentence that ends
 } mhcCommInfo;
 MHC_API mhcStatus mhcCommGetInfo(mhcComm_t comm, mhcCommInfo* info);
+
+// Where libnccl.so.2 is, for a process in which nobody has loaded it and in which it is neither named by
+// TRTLLM_MHC_NCCL nor on the loader's path. Takes effect until NCCL is first used.
+MHC_API mhcStatus mhcNcclSetPath(char const* path);
+// The version of the NCCL that is used, loading it; MHC_UNSUPPORTED says where it was looked for.
+MHC_API mhcStatus mhcNcclVersion(int32_t* version);
 
 // ---- which communicator a plugin uses -----------------------------------------------------------------------------
 
@@ -162,18 +196,23 @@ typedef struct mhcBoundaryArgs {
     // MXFP8 layer input
     void* mxfp8_data;    // [M,H] e4m3 or NULL
     void* mxfp8_scales;  // mhcMxfp8ScaleBytes(M,H) bytes, 128x4 swizzled, or NULL
-    int32_t published;   // 1: x was stored into the mailbox by its producer; only the consumer is launched
+    // 1: x was stored into the mailbox by its producer; only the consumer is launched. Where M goes through NCCL
+    // nothing is in the mailbox, and x must hold the values.
+    int32_t published;
 } mhcBoundaryArgs;
 
 MHC_API size_t mhcMxfp8ScaleBytes(int32_t rows, int32_t hidden);
 MHC_API mhcStatus mhcBoundary(mhcComm_t comm, int32_t lane, mhcBoundaryArgs const* args, void* stream);
 // Stores x into the mailbox, as a producer does for a boundary with published = 1, which must be the lane's next call.
-// At most `capacity` rows.
+// At most `capacity` rows. Does nothing where M goes through NCCL.
 MHC_API mhcStatus mhcPublish(mhcComm_t comm, int32_t lane, void const* x, int32_t rows, void* stream);
 // The same arithmetic with this rank's contribution alone: tp_size 1, and a plugin whose phase gate is closed.
 MHC_API mhcStatus mhcBoundaryLocal(int32_t hidden, mhcBoundaryArgs const* args, void* stream);
 // sum = the fp32 sum in rank order, rounded once to bf16. x and sum may not overlap.
 MHC_API mhcStatus mhcAllReduce(mhcComm_t comm, int32_t lane, void const* x, void* sum, int32_t rows, void* stream);
+// The same through NCCL, whatever M: its order of summation, one or more roundings, and -0 where all ranks have -0.
+// MHC_UNSUPPORTED where the communicator was made without NCCL.
+MHC_API mhcStatus mhcAllReduceNccl(mhcComm_t comm, int32_t lane, void const* x, void* sum, int32_t rows, void* stream);
 MHC_API mhcStatus mhcAllReduceLocal(void const* x, void* sum, int32_t rows, int32_t hidden, void* stream);
 
 // The mHC coefficients of one sublayer, from its entry streams; all arithmetic in fp32, no communication:
