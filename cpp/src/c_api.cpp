@@ -4,12 +4,15 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "communicator.h"
+#include "environment.h"
 #include "mhc/mhc.h"
 #include "mhc/mxfp8_layout.h"
 #include "status.h"
@@ -40,10 +43,17 @@ public:
     }
 
     mhcComm* add(std::shared_ptr<Communicator> communicator) {
+        mhcComm* const comm = addUnlisted(std::move(communicator));
+        std::lock_guard<std::mutex> const lock(mutex_);
+        open_.push_back(comm);
+        return comm;
+    }
+
+    // One that plugins that look for a group do not find.
+    mhcComm* addUnlisted(std::shared_ptr<Communicator> communicator) {
         auto* comm = new mhcComm{std::move(communicator)};
         std::lock_guard<std::mutex> const lock(mutex_);
         handles_.push_back(comm);
-        open_.push_back(comm);
         return comm;
     }
 
@@ -108,13 +118,6 @@ private:
     std::vector<mhcComm*> open_;
 };
 
-std::string listOf(std::vector<int32_t> const& ranks) {
-    std::string text;
-    for (int32_t const r : ranks)
-        text += (text.empty() ? "" : ", ") + std::to_string(r);
-    return "[" + text + "]";
-}
-
 mhcStatus create(
     mhcComm_t* comm, mhcCommConfig const* config,
     std::unique_ptr<Bootstrap> (*bootstrap)(CommSettings const&, void const*), void const* argument) {
@@ -130,6 +133,38 @@ struct Callback {
     mhcAllGatherFn function;
     void* context;
 };
+
+// A communicator made from the environment, or not yet.
+struct EnvironmentSlot {
+    std::mutex mutex;
+    mhcComm* comm = nullptr;
+};
+
+EnvironmentSlot& environmentSlotOf(CommSettings const& s) {
+    using Key = std::tuple<std::vector<int32_t>, int, int, int>;
+    // Never destroyed, like the communicators in it: at the end of the process the peers may be gone.
+    static auto* const slots = new std::map<Key, EnvironmentSlot>;
+    static auto* const mutex = new std::mutex;
+    std::lock_guard<std::mutex> const lock(*mutex);
+    return (*slots)[Key{s.group, s.rank, s.device, s.hiddenSize}];
+}
+
+mhcComm* findEnvironment(EnvironmentGroup const& group, cudaStream_t stream) {
+    EnvironmentSlot& slot = environmentSlotOf(group.settings);
+    std::lock_guard<std::mutex> const lock(slot.mutex);
+    if (slot.comm != nullptr)
+        return slot.comm;
+    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+    checkCuda(cudaStreamIsCapturing(stream, &capturing), "cudaStreamIsCapturing");
+    if (capturing != cudaStreamCaptureStatusNone) {
+        fail(
+            MHC_CAPTURE_NOT_READY, "the tensor-parallel group ", listOf(group.settings.group),
+            " has not met yet, and cannot while a CUDA graph is captured: run every rank's engine once before "
+            "capturing");
+    }
+    slot.comm = Registry::instance().addUnlisted(std::make_shared<Communicator>(group.settings, group.meet()));
+    return slot.comm;
+}
 
 cudaStream_t streamOf(void* stream) {
     return static_cast<cudaStream_t>(stream);
@@ -241,6 +276,15 @@ mhcStatus mhcNcclVersion(int32_t* version) {
     });
 }
 
+mhcStatus mhcCommCreateEnvironment(mhcComm_t* comm, mhcCommConfig const* config) {
+    return guarded([&] {
+        require(comm != nullptr, "comm is NULL");
+        *comm = nullptr;
+        mhc::EnvironmentGroup const group = mhc::readEnvironmentGroup(config, mhc::environmentVariable);
+        *comm = Registry::instance().add(std::make_shared<mhc::Communicator>(group.settings, group.meet()));
+    });
+}
+
 mhcStatus mhcCommDestroy(mhcComm_t comm) {
     return guarded([&] {
         Registry::instance().withdraw(comm)->close();
@@ -259,10 +303,12 @@ mhcStatus mhcCommStatus(mhcComm_t comm, int32_t lane, mhcErrorRecord* record) {
         require(lane < lanes, "lane must be below ", lanes, ", got ", lane);
         communicator->pollNccl(lane);
         int const found = communicator->errorLane(lane);
+        // A reset may have come in between.
+        mhcErrorRecord const read = found < 0 ? mhcErrorRecord{} : communicator->record(found);
         if (record != nullptr)
-            *record = found < 0 ? mhcErrorRecord{} : communicator->record(found);
-        if (found >= 0)
-            mhc::fail(MHC_MAILBOX_ERROR, mhc::describe(communicator->record(found), found));
+            *record = read;
+        if (read.kind != MHC_ERROR_NONE)
+            mhc::fail(MHC_MAILBOX_ERROR, mhc::describe(read, found));
     });
 }
 
@@ -313,6 +359,21 @@ mhcStatus mhcCommFind(int32_t tpSize, int32_t const* group, int32_t groupSize, m
         }
         *comm = found.front();
         *lane = 0;
+    });
+}
+
+mhcStatus mhcCommFindEnvironment(mhcComm_t* comm, mhcCommConfig const* config, void* stream) {
+    return guarded([&] {
+        require(comm != nullptr, "comm is NULL");
+        *comm = nullptr;
+        mhc::EnvironmentGroup const group = mhc::readEnvironmentGroup(config, mhc::environmentVariable);
+        if (!Registry::instance().find(group.settings.group, group.settings.device).empty()) {
+            mhc::fail(
+                MHC_NOT_BOUND, "this process has made communicators for the tensor-parallel group ",
+                mhc::listOf(group.settings.group),
+                ": create the execution context inside `with communicator.bound():`");
+        }
+        *comm = mhc::findEnvironment(group, mhc::streamOf(stream));
     });
 }
 

@@ -425,7 +425,11 @@ void Communicator::barrier() {
 void Communicator::fill() {
     checkCuda(launchFill(mailbox_, mailboxBytes_, nullptr), "filling the mailbox");
     checkCuda(cudaMemset(states_, 0, stateBytesPerLane(settings_) * settings_.lanes), "clearing the lane states");
-    std::memset(records_, 0, sizeof(mhcErrorRecord) * settings_.lanes);
+    {
+        // Others may be asking for the status meanwhile.
+        std::unique_lock<std::shared_mutex> const alone(memory_);
+        std::memset(records_, 0, sizeof(mhcErrorRecord) * settings_.lanes);
+    }
     quiesce();
 }
 

@@ -36,9 +36,13 @@ struct CommSettings {
 
 // Checks a configuration that comes from outside; throws with what was expected and what came.
 CommSettings readConfig(mhcCommConfig const* config);
+// What was given of it, the rest 0; throws where it is not of this library.
+mhcCommConfig copyConfig(mhcCommConfig const* config);
 
 // The world ranks that a (tpSize, group) pair names; an empty group is 0 .. tpSize-1.
 std::vector<int32_t> groupRanks(int tpSize, int32_t const* group, int groupSize);
+// "[0, 1]"
+std::string listOf(std::vector<int32_t> const& ranks);
 
 class Communicator {
 public:

@@ -20,9 +20,17 @@ constexpr size_t kFirstConfigBytes = offsetof(mhcCommConfig, nccl_rows);
 
 }  // namespace
 
+std::string listOf(std::vector<int32_t> const& ranks) {
+    std::string text;
+    for (int32_t const rank : ranks)
+        text += (text.empty() ? "" : ", ") + std::to_string(rank);
+    return "[" + text + "]";
+}
+
 std::vector<int32_t> groupRanks(int tpSize, int32_t const* group, int groupSize) {
     std::vector<int32_t> ranks;
     if (groupSize == 0) {
+        require(tpSize >= 1 && tpSize <= MHC_MAX_RANKS, "tp_size must be 1, 2, 4 or 8, got ", tpSize);
         for (int r = 0; r < tpSize; ++r)
             ranks.push_back(r);
         return ranks;
@@ -40,7 +48,7 @@ std::vector<int32_t> groupRanks(int tpSize, int32_t const* group, int groupSize)
     return ranks;
 }
 
-CommSettings readConfig(mhcCommConfig const* given) {
+mhcCommConfig copyConfig(mhcCommConfig const* given) {
     require(given != nullptr, "config is NULL");
     require(
         given->struct_size >= kFirstConfigBytes && given->struct_size <= sizeof(mhcCommConfig),
@@ -48,6 +56,12 @@ CommSettings readConfig(mhcCommConfig const* given) {
         ": header and library differ");
     mhcCommConfig complete{};
     std::memcpy(&complete, given, given->struct_size);
+    complete.struct_size = sizeof(complete);
+    return complete;
+}
+
+CommSettings readConfig(mhcCommConfig const* given) {
+    mhcCommConfig const complete = copyConfig(given);
     mhcCommConfig const* const config = &complete;
     int const tp = config->tp_size;
     require(tp == 1 || tp == 2 || tp == 4 || tp == 8, "tp_size must be 1, 2, 4 or 8, got ", tp);

@@ -120,6 +120,12 @@ MHC_API mhcStatus mhcCommCreateSelfLoop(mhcComm_t* comm, mhcCommConfig const* co
 // ranks tell each other in collective functions, and must outlive the communicator; nobody else may use it during them.
 // Where it blocks the host, NCCL's own setting up is not bounded by timeout_ms.
 MHC_API mhcStatus mhcCommCreateNccl(mhcComm_t* comm, mhcCommConfig const* config, void* ncclComm);
+// Collective. Ranks are processes that a launcher has started (torchrun, mpirun, srun, or anything that sets
+// TRTLLM_MHC_RANK and TRTLLM_MHC_WORLD_SIZE), and meet where the environment variables of docs/ranks.md say; or
+// threads, with TRTLLM_MHC_RENDEZVOUS=threads. From the variables come: rank and device where they are -1, capacity and
+// timeout_ms where they are 0, on_error where it is -1 (trap unless TRTLLM_MHC_ON_ERROR=raise). MHC_NOT_BOUND: there
+// are none.
+MHC_API mhcStatus mhcCommCreateEnvironment(mhcComm_t* comm, mhcCommConfig const* config);
 // Collective unless the lanes are in error. Waits for the device's work, then frees.
 MHC_API mhcStatus mhcCommDestroy(mhcComm_t comm);
 // Collective: quiesces, refills every lane, forgets errors, tickets and pending publishes.
@@ -168,6 +174,11 @@ MHC_API mhcStatus mhcCommSetCurrent(mhcComm_t comm, int32_t lane);
 // current device: MHC_NOT_BOUND when there is none or more than one. `groupSize` 0 = ranks 0 .. tpSize-1.
 // `lane` receives the lane that was made current with it, or 0.
 MHC_API mhcStatus mhcCommFind(int32_t tpSize, int32_t const* group, int32_t groupSize, mhcComm_t* comm, int32_t* lane);
+// For the first enqueue of a plugin that has no communicator: the one that this process has made from the environment
+// for (group, hidden size, device), made now where it is the first time. It has config's lanes, is not found by
+// mhcCommFind and stays until the process ends. MHC_NOT_BOUND: there are no variables, or somebody has registered
+// communicators for the group. MHC_CAPTURE_NOT_READY: it must be made, and `stream` is capturing.
+MHC_API mhcStatus mhcCommFindEnvironment(mhcComm_t* comm, mhcCommConfig const* config, void* stream);
 // Keeps comm alive while a context uses it (counted).
 MHC_API mhcStatus mhcCommRetain(mhcComm_t comm);
 MHC_API mhcStatus mhcCommRelease(mhcComm_t comm);

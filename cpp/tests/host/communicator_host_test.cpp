@@ -53,6 +53,26 @@ TEST(Communicator, GroupsAreMadeResetAndDestroyed) {
     }
 }
 
+// Whoever looks at the error records while they are cleared: for ThreadSanitizer.
+TEST(Communicator, IsAskedForItsStatusWhileItIsReset) {
+    std::atomic<bool> done{false};
+    onThreads(2, [&](int rank) {
+        mhcCommConfig const config = configOf(rank, 2);
+        mhcComm_t comm = nullptr;
+        ASSERT_EQ(mhcCommCreateThreads(&comm, &config, "status"), MHC_SUCCESS) << mhcLastError();
+        std::thread asking([&] {
+            mhcErrorRecord record{};
+            while (!done)
+                EXPECT_EQ(mhcCommStatus(comm, -1, &record), MHC_SUCCESS) << mhcLastError();
+        });
+        for (int i = 0; i < 200; ++i)
+            EXPECT_EQ(mhcCommReset(comm), MHC_SUCCESS) << mhcLastError();
+        done = true;
+        asking.join();
+        EXPECT_EQ(mhcCommDestroy(comm), MHC_SUCCESS);
+    });
+}
+
 TEST(Communicator, GroupsOfTheSameProcessDoNotMeet) {
     onThreads(2 * kRanks, [](int thread) {
         int const rank = thread / 2;

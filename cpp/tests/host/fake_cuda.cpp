@@ -17,6 +17,7 @@ std::atomic<bool> fakePeerAccess{true};
 std::atomic<bool> fakeNcclWaits{false};
 std::atomic<int> fakeLocalBoundaries{0};
 std::atomic<int> fakeLastRows{0};
+std::atomic<bool> fakeCapturing{false};
 
 namespace {
 
@@ -161,6 +162,11 @@ cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsig
 
 cudaError_t cudaIpcCloseMemHandle(void* memory) {
     std::free(memory);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    *status = fakeCapturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 

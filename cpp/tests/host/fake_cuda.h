@@ -10,3 +10,5 @@ extern std::atomic<bool> fakeNcclWaits;
 // Boundary kernels launched on one rank's sum, and rows of the last one.
 extern std::atomic<int> fakeLocalBoundaries;
 extern std::atomic<int> fakeLastRows;
+// Whether streams are capturing.
+extern std::atomic<bool> fakeCapturing;
