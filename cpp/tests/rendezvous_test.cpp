@@ -8,9 +8,12 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -169,6 +172,53 @@ TEST_P(Rendezvous, ARankThatEndsIsNoticedAtOnceAndNamedOnAllOthers) {
         EXPECT_TRUE(contains(errors[static_cast<size_t>(rank)], "was closed")) << errors[rank];
     }
     EXPECT_LT(steady_clock::now() - begin, 10s);
+}
+
+// A process of its own that joins and does nothing more.
+pid_t joinInAProcess(Place const& place, int ranks, int rank) {
+    pid_t const child = fork();
+    if (child == 0) {
+        try {
+            auto const meeting = makeRendezvous(place, group(ranks), rank, 20s);
+            pause();
+        } catch (std::exception const&) {
+        }
+        _exit(1);
+    }
+    return child;
+}
+
+TEST_P(Rendezvous, AProcessThatIsKilledIsNoticedAtOnceAndNamed) {
+    pid_t const child = joinInAProcess(place(), 2, 1);
+    auto meeting = makeRendezvous(place(), group(2), 0, 20s);
+    ASSERT_EQ(kill(child, SIGKILL), 0);
+    auto const begin = steady_clock::now();
+    try {
+        meeting->gather(0, 2);
+        ADD_FAILURE() << "the dead have answered";
+    } catch (Failure const& failure) {
+        EXPECT_TRUE(contains(failure.what(), "rank 1: the connection to ")) << failure.what();
+        EXPECT_EQ(failure.status(), MHC_PEER_FAILED);
+    }
+    EXPECT_LT(steady_clock::now() - begin, 5s);
+    waitpid(child, nullptr, 0);
+}
+
+TEST_P(Rendezvous, ARankZeroThatIsStoppedIsNotWaitedForWithoutAnEnd) {
+    pid_t const child = joinInAProcess(place(), 2, 0);
+    auto meeting = makeRendezvous(place(), group(2), 1, 500ms);
+    ASSERT_EQ(kill(child, SIGSTOP), 0);
+    auto const begin = steady_clock::now();
+    try {
+        meeting->gather(0, 2);
+        ADD_FAILURE() << "the stopped have answered";
+    } catch (Failure const& failure) {
+        EXPECT_EQ(failure.status(), MHC_TIMEOUT);
+        EXPECT_TRUE(contains(failure.what(), "rank 0 did not answer within 500 ms")) << failure.what();
+    }
+    EXPECT_LT(steady_clock::now() - begin, 3s);
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
 }
 
 TEST_P(Rendezvous, AfterAFailureNoCallWaits) {

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Literal, TypedDict, Unpack, get_args
 
 import ml_dtypes
 import numpy as np
@@ -31,6 +31,35 @@ AllGather = Callable[[bytes], Sequence[bytes]]
 """Gives this rank's bytes to the group and returns all ranks' bytes in rank order, each as long as the argument."""
 
 WaitMode = Literal["auto", "spin", "gate", "split"]
+OnError = Literal["raise", "trap"]
+
+
+class CommunicatorOptions(TypedDict, total=False):
+    """What a group may choose, alike on all its ranks. Every key may be left out.
+
+    Keys:
+        capacity: rows of one mailbox slot (64); larger M goes through in chunks.
+        lanes: independent mailboxes, one per concurrent context, stream or graph (1).
+        on_error: "raise": outputs become NaN and the next call raises (default); "trap": the kernel traps.
+        wait_mode: who waits for the peers. "gate": a one-CTA kernel; "spin": every CTA, publish and consume in one
+            kernel where that fits; "split": every CTA, always two kernels; "auto" (default): "gate" where ranks share
+            a device, else "spin".
+        timeout_s: of a kernel's wait and of every collective call (60).
+        group: world ranks, as in the plugins' `group` field; empty (default): 0 to tp_size - 1.
+        nccl_rows: M from which on NCCL's all-reduce is used. 0 (default): only where ranks have no peer access to each
+            other, for every M; -1: never. Ranks that share a device do without NCCL; `info.transport_reason` says so.
+        nccl_workspace_rows: rows that go through NCCL at once, of 2 H bytes each and lane (0: 2048).
+    """
+
+    capacity: int
+    lanes: int
+    on_error: OnError
+    wait_mode: WaitMode
+    timeout_s: float
+    group: Sequence[int]
+    nccl_rows: int
+    nccl_workspace_rows: int
+
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _F32 = np.dtype(np.float32)
@@ -112,7 +141,7 @@ class BoundaryOutputs:
 
 
 class Communicator:
-    """One rank's end of the group. Make one with `threads`, `all_gather` or `from_nccl`."""
+    """One rank's end of the group. Made by `threads`, `all_gather`, `from_environment` or `from_nccl`."""
 
     def __init__(self, lib: Library, handle: ctypes.c_void_p, keep_alive: object = None) -> None:
         self._library = lib
@@ -129,14 +158,7 @@ class Communicator:
         rank: int,
         device: int,
         hidden_size: int,
-        capacity: int = 64,
-        lanes: int = 1,
-        on_error: Literal["raise", "trap"] = "raise",
-        wait_mode: WaitMode = "auto",
-        timeout_s: float = 60.0,
-        group: Sequence[int] = (),
-        nccl_rows: int = 0,
-        nccl_workspace_rows: int = 0,
+        **options: Unpack[CommunicatorOptions],
     ) -> Communicator:
         """Collective. Joins the ranks that are threads of this process and give the same `name`.
 
@@ -146,37 +168,14 @@ class Communicator:
             rank: index in the group.
             device: CUDA device ordinal; several ranks may share one.
             hidden_size: 4096, 5120 or 7168.
-            capacity: rows of one mailbox slot.
-            lanes: independent mailboxes, one per concurrent context, stream or graph.
-            on_error: "raise": outputs become NaN and the next call raises; "trap": the kernel traps.
-            wait_mode: who waits for the peers. "gate": a one-CTA kernel; "spin": every CTA, publish and consume in one
-                kernel where that fits; "split": every CTA, always two kernels; "auto": "gate" where ranks share a
-                device, else "spin".
-            timeout_s: of a kernel's wait and of every collective call.
-            group: world ranks, as in the plugins' `group` field; empty: 0 to tp_size - 1.
-            nccl_rows: M from which on NCCL's all-reduce is used. 0: only where ranks have no peer access to each other,
-                for every M; -1: never. Ranks that share a device do without NCCL; `info.transport_reason` says so.
-            nccl_workspace_rows: rows that go through NCCL at once, of 2 H bytes each and lane; 0: 2048.
+            options: see `CommunicatorOptions`.
 
         Raises:
             InvalidArgumentError: an argument is out of range, or the ranks disagree.
             CollectiveTimeoutError: a rank did not come.
         """
         lib = library()
-        config = _config(
-            tp_size,
-            rank,
-            device,
-            hidden_size,
-            capacity,
-            lanes,
-            on_error,
-            wait_mode,
-            timeout_s,
-            group,
-            nccl_rows,
-            nccl_workspace_rows,
-        )
+        config = _config(tp_size, rank, device, hidden_size, **options)
         handle = ctypes.c_void_p()
         status = lib.mhcCommCreateThreads(ctypes.byref(handle), ctypes.byref(config), name.encode())
         lib.check(status, f"communicator {name!r}, rank {rank} of {tp_size}")
@@ -191,35 +190,17 @@ class Communicator:
         rank: int,
         device: int,
         hidden_size: int,
-        capacity: int = 64,
-        lanes: int = 1,
-        on_error: Literal["raise", "trap"] = "raise",
-        wait_mode: WaitMode = "auto",
-        timeout_s: float = 60.0,
-        group: Sequence[int] = (),
-        nccl_rows: int = 0,
-        nccl_workspace_rows: int = 0,
+        **options: Unpack[CommunicatorOptions],
     ) -> Communicator:
-        """Collective. Joins ranks that meet through the caller's all-gather (mpi4py, torch.distributed, ...).
+        """Collective. Joins ranks that meet through the caller's all-gather.
+
+        `trtllm_mhc.runtime.adapters` has those of torch.distributed, mpi4py and multiprocessing.
 
         The callback is also used by `reset` and `close`. Other arguments and errors are those of `threads`; an
         exception in the callback becomes the cause of the error raised here.
         """
         lib = library()
-        config = _config(
-            tp_size,
-            rank,
-            device,
-            hidden_size,
-            capacity,
-            lanes,
-            on_error,
-            wait_mode,
-            timeout_s,
-            group,
-            nccl_rows,
-            nccl_workspace_rows,
-        )
+        config = _config(tp_size, rank, device, hidden_size, **options)
         bridge = _AllGatherBridge(callback, tp_size)
         handle = ctypes.c_void_p()
         status = lib.mhcCommCreateAllGather(ctypes.byref(handle), ctypes.byref(config), bridge.function, None)
@@ -235,14 +216,7 @@ class Communicator:
         rank: int,
         device: int,
         hidden_size: int,
-        capacity: int = 64,
-        lanes: int = 1,
-        on_error: Literal["raise", "trap"] = "raise",
-        wait_mode: WaitMode = "auto",
-        timeout_s: float = 60.0,
-        group: Sequence[int] = (),
-        nccl_rows: int = 0,
-        nccl_workspace_rows: int = 0,
+        **options: Unpack[CommunicatorOptions],
     ) -> Communicator:
         """Collective. Joins ranks that meet through an `ncclComm_t` of exactly the group's ranks, in its order.
 
@@ -266,24 +240,52 @@ class Communicator:
             UnsupportedError: NCCL cannot be loaded.
         """
         lib = library()
-        config = _config(
-            tp_size,
-            rank,
-            device,
-            hidden_size,
-            capacity,
-            lanes,
-            on_error,
-            wait_mode,
-            timeout_s,
-            group,
-            nccl_rows,
-            nccl_workspace_rows,
-        )
+        config = _config(tp_size, rank, device, hidden_size, **options)
         made = ctypes.c_void_p()
         status = lib.mhcCommCreateNccl(ctypes.byref(made), ctypes.byref(config), handle)
         lib.check(status, f"communicator through NCCL, rank {rank} of {tp_size}")
         return cls(lib, made)
+
+    @classmethod
+    def from_environment(
+        cls,
+        *,
+        tp_size: int,
+        hidden_size: int,
+        rank: int | None = None,
+        device: int | None = None,
+        **options: Unpack[CommunicatorOptions],
+    ) -> Communicator:
+        """Collective. Joins processes that a launcher has started (torchrun, mpirun, srun, our own variables).
+
+        docs/ranks.md lists the variables. They also give `capacity` and `timeout_s` where these are left out.
+
+        Args:
+            tp_size: 1, 2, 4 or 8.
+            hidden_size: 4096, 5120 or 7168.
+            rank: index in the group; None: where the group has this process's world rank.
+            device: CUDA device ordinal; None: TRTLLM_MHC_DEVICE, else the local rank modulo the number of devices.
+            options: see `CommunicatorOptions`.
+
+        Raises:
+            NotBoundError: no launcher's variables are set.
+            InvalidArgumentError: a variable or argument is wrong, the meeting place is not private, or the ranks
+                disagree.
+            CollectiveTimeoutError: a rank did not come.
+            PeerFailedError: a rank has ended, or has another secret.
+        """
+        lib = library()
+        config = _config(
+            tp_size, -1 if rank is None else rank, -1 if device is None else device, hidden_size, **options
+        )
+        if "capacity" not in options:
+            config.capacity = 0
+        if "timeout_s" not in options:
+            config.timeout_ms = 0
+        handle = ctypes.c_void_p()
+        status = lib.mhcCommCreateEnvironment(ctypes.byref(handle), ctypes.byref(config))
+        lib.check(status, f"communicator from the environment, one of {tp_size}")
+        return cls(lib, handle)
 
     @classmethod
     def self_loop(
@@ -301,7 +303,7 @@ class Communicator:
         For measuring everything but the link, and for sanitizers, under which ranks cannot run side by side.
         """
         lib = library()
-        config = _config(tp_size, 0, device, hidden_size, capacity, 1, "raise", wait_mode, timeout_s, ())
+        config = _config(tp_size, 0, device, hidden_size, capacity=capacity, wait_mode=wait_mode, timeout_s=timeout_s)
         handle = ctypes.c_void_p()
         lib.check(lib.mhcCommCreateSelfLoop(ctypes.byref(handle), ctypes.byref(config)), "self-loop communicator")
         return cls(lib, handle)
@@ -569,16 +571,17 @@ def _config(
     rank: int,
     device: int,
     hidden_size: int,
-    capacity: int,
-    lanes: int,
-    on_error: str,
-    wait_mode: str,
-    timeout_s: float,
-    group: Sequence[int],
+    *,
+    capacity: int = 64,
+    lanes: int = 1,
+    on_error: str = "raise",
+    wait_mode: str = "auto",
+    timeout_s: float = 60.0,
+    group: Sequence[int] = (),
     nccl_rows: int = 0,
     nccl_workspace_rows: int = 0,
 ) -> c_api.CCommConfig:
-    if on_error not in ("raise", "trap"):
+    if on_error not in get_args(OnError):
         raise ValueError(f"on_error: expected 'raise' or 'trap', got {on_error!r}")
     if wait_mode not in get_args(WaitMode):
         raise ValueError(f"wait_mode: expected one of {get_args(WaitMode)}, got {wait_mode!r}")

@@ -346,6 +346,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "mhcCommCreateNccl": (ctypes.c_int, [ctypes.POINTER(_COMM), ctypes.POINTER(CCommConfig), ctypes.c_void_p]),
     "mhcNcclSetPath": (ctypes.c_int, [ctypes.c_char_p]),
     "mhcNcclVersion": (ctypes.c_int, [ctypes.POINTER(ctypes.c_int32)]),
+    "mhcCommCreateEnvironment": (ctypes.c_int, [ctypes.POINTER(_COMM), ctypes.POINTER(CCommConfig)]),
     "mhcCommDestroy": (ctypes.c_int, [_COMM]),
     "mhcCommReset": (ctypes.c_int, [_COMM]),
     "mhcCommStatus": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.POINTER(CErrorRecord)]),

@@ -63,7 +63,7 @@ def test_enumerations_have_the_header_s_values(name: str) -> None:
 
 def test_every_function_of_the_header_is_bound_or_for_plugins_only() -> None:
     declared = set(re.findall(r"\b(mhc[A-Z]\w+)\(", re.sub(r"//.*", "", HEADER.read_text())))
-    for_plugins = {"mhcCommFind", "mhcCommRetain", "mhcCommRelease"}
+    for_plugins = {"mhcCommFind", "mhcCommFindEnvironment", "mhcCommRetain", "mhcCommRelease"}
     assert declared == set(c_api._PROTOTYPES) | for_plugins
 
 
