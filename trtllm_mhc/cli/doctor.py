@@ -92,6 +92,7 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     if devices:
         yield from _environment(environment)
         if library.state is State.OK:
+            yield _nccl()
             yield from _build()
 
 
@@ -166,8 +167,15 @@ def _peer_access(count: int) -> Finding:
         if device != peer and not cuda.can_access_peer(device, peer)
     ]
     if without:
-        return Finding("peer access", State.HINT, f"not between GPUs {', '.join(without)}: no group across them")
+        return Finding("peer access", State.HINT, f"not between GPUs {', '.join(without)}: groups across them use NCCL")
     return Finding("peer access", State.OK, f"between all {count} GPUs")
+
+
+def _nccl() -> Finding:
+    try:
+        return Finding("NCCL", State.OK, c_api.library().nccl_version())
+    except c_api.UnsupportedError as error:
+        return Finding("NCCL", State.HINT, f"only needed without peer access, or for nccl_rows: {error}")
 
 
 def _build() -> Iterator[Finding]:

@@ -394,6 +394,16 @@ class Library:
         text: bytes = self.mhcVersion()
         return text.decode()
 
+    def nccl_version(self) -> str:
+        """The version of the NCCL that is used, for example "2.28.9"; loads it.
+
+        Raises:
+            UnsupportedError: there is none that can be used; the message says where it was looked for.
+        """
+        version = ctypes.c_int32()
+        self.check(self.mhcNcclVersion(ctypes.byref(version)), "mhcNcclVersion")
+        return nccl.version_text(version.value)
+
     def check(self, status: int, what: str, comm: ctypes.c_void_p | None = None, lane: int = -1) -> None:
         """Raises unless `status` is success.
 

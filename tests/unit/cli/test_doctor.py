@@ -14,6 +14,7 @@ from trtllm_mhc.cli import doctor
 from trtllm_mhc.cli.app import app
 from trtllm_mhc.cli.doctor import Finding, State
 from trtllm_mhc.runtime import cuda
+from trtllm_mhc.runtime import library as c_api
 
 
 def by_subject(findings: list[Finding]) -> dict[str, Finding]:
@@ -34,6 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(cuda, "driver_version", lambda: (13, 0))
         monkeypatch.setattr(cuda, "device_info", info)
         monkeypatch.setattr(cuda, "can_access_peer", lambda device, peer: device == peer or peers)
+        monkeypatch.setattr(c_api.Library, "nccl_version", lambda library: "2.28.9")
         monkeypatch.setattr(doctor, "_build", lambda: iter([Finding("test engine", State.OK, "built")]))
 
     return pretend
@@ -51,12 +53,24 @@ def test_exit_code_is_the_worst_finding(states: list[State], code: int) -> None:
     assert doctor.exit_code([Finding("x", state, "") for state in states]) == code
 
 
+def test_a_missing_nccl_is_a_hint(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(library: c_api.Library) -> str:
+        raise c_api.UnsupportedError("NCCL cannot be used", c_api.Status.UNSUPPORTED)
+
+    gpus(1)
+    monkeypatch.setattr(c_api.Library, "nccl_version", missing)
+    found = by_subject(list(doctor.examine({})))
+    assert found["NCCL"].state is State.HINT
+    assert found["NCCL"].text == "only needed without peer access, or for nccl_rows: NCCL cannot be used"
+
+
 def test_gpus_are_described(gpus: Callable[..., None]) -> None:
     gpus(2, multicast=False)
     found = by_subject(list(doctor.examine({"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"})))
     assert found["GPU 1"].state is State.OK
     assert "NVIDIA Test 1, compute capability 9.0, 80 GiB, NVLink multicast not supported" in found["GPU 1"].text
     assert found["peer access"] == Finding("peer access", State.OK, "between all 2 GPUs")
+    assert found["NCCL"] == Finding("NCCL", State.OK, "2.28.9")
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"].state is State.OK
     assert found["CUDA_MODULE_LOADING"].state is State.OK
 

@@ -35,6 +35,9 @@ def test_config_is_filled_field_by_field() -> None:
     assert (result.on_error, result.wait_mode) == (1, 2)
     assert [result.group[index] for index in range(result.group_size)] == [0, 2, 4, 6]
     assert config(group=()).group_size == 0
+    assert (result.nccl_rows, result.nccl_workspace_rows) == (0, 0)
+    result = config(nccl_rows=128, nccl_workspace_rows=512)
+    assert (result.nccl_rows, result.nccl_workspace_rows) == (128, 512)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ ENUMS = {
     "mhcErrorKind": (c_api.ErrorKind, "MHC_ERROR_"),
     "mhcOnError": (c_api.OnError, "MHC_ON_ERROR_"),
     "mhcWaitMode": (c_api.WaitMode, "MHC_WAIT_"),
+    "mhcTransport": (c_api.Transport, "MHC_TRANSPORT_"),
 }
 
 
