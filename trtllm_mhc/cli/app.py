@@ -48,14 +48,6 @@ class SeparateCollapse(StrEnum):
     fuse = "fuse"
 
 
-class BenchMode(StrEnum):
-    """Where the ranks of a measurement are."""
-
-    self_loop = "self-loop"
-    loopback = "loopback"
-    nvlink = "nvlink"
-
-
 def _console() -> Console:
     """Logs have no width of their own; rich would take 80 columns, too few for the tables."""
     console = Console()
@@ -78,25 +70,56 @@ def doctor() -> None:
 
 @app.command()
 def bench(
-    mode: Annotated[
-        BenchMode, typer.Option(help="One rank that plays its group, ranks on one GPU, or a GPU for each rank.")
-    ] = BenchMode.self_loop,
-    tp: Annotated[int, typer.Option(help="Ranks: 1, 2, 4 or 8.")] = 2,
-    rows: Annotated[str, typer.Option(help="Values of M, separated by commas.")] = "1,2,4,8,16,32,64",
-    operations: Annotated[
-        str, typer.Option(help="Of boundary, boundary_mxfp8, published, all_reduce.")
-    ] = "boundary,boundary_mxfp8",
-    waits: Annotated[str, typer.Option(help="Of auto, spin, split, gate.")] = "spin",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Append the results here.", dir_okay=False)] = None,
-    commit: Annotated[str | None, typer.Option(envvar="GIT_COMMIT", help="Commit to note in the results.")] = None,
+    only: Annotated[
+        str, typer.Option(help="Of boundary, boundary_mxfp8, consumer, local, coefficients, stack.")
+    ] = "boundary,boundary_mxfp8,consumer,local,coefficients,stack",
+    tp: Annotated[str, typer.Option(help="Group sizes.")] = "1,2,4,8",
+    modes: Annotated[
+        str,
+        typer.Option(help="single (tp 1), self_loop (a rank plays all), loopback (on one GPU), nvlink (a GPU each)."),
+    ] = "single,self_loop,loopback,nvlink",
+    rows: Annotated[str, typer.Option(help="Values of M.")] = "1,2,4,8,16,32,64",
+    peers: Annotated[Path | None, typer.Option(help="What scripts/fetch_peers.sh made.", file_okay=False)] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the stack.")] = 40,
+    sublayers: Annotated[str, typer.Option(help="Of the stack: none, matmul or both.")] = "none,matmul",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Add the rows here.", dir_okay=False)] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--records", help="Show these rows instead of measuring.", exists=True, dir_okay=False),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the times as SVG.", dir_okay=False)] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Renew the table in this document.", exists=True, dir_okay=False)
+    ] = None,
+    gate: Annotated[
+        Path | None,
+        typer.Option(help="Ratios that must hold; below one the exit code is 1.", exists=True, dir_okay=False),
+    ] = None,
+    commit: Annotated[str | None, typer.Option(envvar="GIT_COMMIT", help="Commit to note in the rows.")] = None,
 ) -> None:
-    """Time the operations in CUDA graphs."""
-    from trtllm_mhc.cli.bench import run
+    """Measure the operations and their peers side by side, in CUDA graphs. Ratios are printed first.
 
-    sizes = [int(part) for part in rows.split(",")]
-    raise typer.Exit(
-        run(mode.value, tp, sizes, operations.split(","), waits.split(","), json_path, commit, _console())  # type: ignore[arg-type]
+    Exit code 1: something failed, computed something wrong, or is below its gate.
+    """
+    from trtllm_mhc.cli.bench import BenchOptions, Files, run
+
+    def numbers(text: str, option: str) -> list[int]:
+        try:
+            return [int(part) for part in text.split(",")]
+        except ValueError:
+            raise typer.BadParameter(f"expected numbers separated by commas, got {text!r}", param_hint=option) from None
+
+    options = BenchOptions(
+        ops=only.split(","),
+        tps=numbers(tp, "--tp"),
+        modes=modes.split(","),
+        rows=numbers(rows, "--rows"),
+        peers=peers,
+        layers=layers,
+        sublayers=sublayers.split(","),
+        commit=commit,
     )
+    raise typer.Exit(run(options, Files(record, json_path, plot, table, gate), _console()))
 
 
 @app.command()
