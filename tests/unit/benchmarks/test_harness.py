@@ -19,7 +19,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 class Spends:
     """A subject of which call number n on rank r takes `us(r, n)`."""
 
-    def __init__(self, rank: Rank, us: Callable[[int, int], float], log: list[str], name: str, error: str | None) -> None:
+    def __init__(
+        self, rank: Rank, us: Callable[[int, int], float], log: list[str], name: str, error: str | None
+    ) -> None:
         self._rank, self._us, self._error = rank, us, error
         self._log, self._name = log, name
         self._calls = itertools.count()
@@ -87,7 +89,9 @@ def test_cold_subtracts_the_flush() -> None:
 
 
 def test_a_case_that_computes_something_wrong_has_no_numbers() -> None:
-    wrong, right = measure([case(lambda rank, call: 1.0, error="other bits"), case(lambda rank, call: 2.0)], 1, "single")
+    wrong, right = measure(
+        [case(lambda rank, call: 1.0, error="other bits"), case(lambda rank, call: 2.0)], 1, "single"
+    )
     assert wrong.failure == "CheckError: other bits"
     assert right.failure is None
     assert right.us == pytest.approx(2.0)
@@ -95,8 +99,7 @@ def test_a_case_that_computes_something_wrong_has_no_numbers() -> None:
 
 def test_a_failure_on_one_rank_is_the_case_s_on_all() -> None:
     def make(rank: Rank) -> Spends:
-        subject = Spends(rank, lambda rank, call: 1.0, [], "", "rank 1 only" if rank.index == 1 else None)
-        return subject
+        return Spends(rank, lambda rank, call: 1.0, [], "", "rank 1 only" if rank.index == 1 else None)
 
     failed, after = measure(
         [Case("boundary", "peer", 1, make), case(lambda rank, call: 3.0)],  # type: ignore[arg-type]
