@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import ml_dtypes
@@ -13,6 +13,7 @@ import tensorrt as trt
 
 from trtllm_mhc import plugin_control
 from trtllm_mhc.benchmarks.harness import HIDDEN, NORM_EPS, TIMEOUT_S, Case, CheckError, Rank
+from trtllm_mhc.benchmarks.peers import nccl
 from trtllm_mhc.models.deepseek_v41 import DeepseekV41Config, ModelWeights
 from trtllm_mhc.models.deepseek_v41.stack import Sublayers
 from trtllm_mhc.network import functional
@@ -63,9 +64,10 @@ class Engine:
 class BoundaryEngine(Engine):
     """A boundary of TensorRT's own layers, and between ranks the one-shot all-reduce of this project."""
 
-    def __init__(self, rank: Rank, rows: int, plan: build.Plan) -> None:
+    def __init__(self, rank: Rank, rows: int, x: DeviceArray | None = None, *, plan: build.Plan) -> None:
         self._tensors = rank.tensors(rows)
-        super().__init__(rank, plan, {name: self._tensors.inputs[name] for name in _INPUTS})
+        inputs = {**self._tensors.inputs, "x": x or self._tensors.x}
+        super().__init__(rank, plan, {name: inputs[name] for name in _INPUTS})
 
     def check(self) -> None:
         """See `Subject`."""
@@ -86,16 +88,18 @@ class StackEngine(Engine):
                 raise CheckError(f"{name} is not finite")
 
 
-def boundary_cases(rows: Sequence[int], tp_size: int, cache: build.TimingCache) -> list[Case]:
+def boundary_cases(rows: Sequence[int], tp_size: int, with_nccl: bool, cache: build.TimingCache) -> list[Case]:
     """Builds and returns TensorRT's own form of the boundary for every M; with tp 1 there is no reduction in it."""
     cases = []
     for m in rows:
-        job = Job("local", partial(_populate_local, rows=m))
-        if tp_size > 1:
-            job = SingleBoundaryJobs(HIDDEN, tp_size, NORM_EPS).unfused()
-        plan = _build(job, 0, build.RowRange(m, m, m), cache)
+        local = Job("local", partial(_populate_local, rows=m))
+        whole = SingleBoundaryJobs(HIDDEN, tp_size, NORM_EPS).unfused()
+        plan = _build(whole if tp_size > 1 else local, 0, build.RowRange(m, m, m), cache)
         make = partial(_make_boundary, rows=m, plan=plan)
         cases.append(Case("boundary" if tp_size > 1 else "local", "tensorrt", m, make))
+        if with_nccl:
+            after = partial(BoundaryEngine, plan=_build(local, 0, build.RowRange(m, m, m), cache))
+            cases.append(Case("boundary", "tensorrt_nccl", m, partial(_make_chain, rows=m, local=after)))
     return cases
 
 
@@ -133,7 +137,11 @@ def _build(job: Job, rank: int, rows: build.RowRange, cache: build.TimingCache) 
 
 
 def _make_boundary(rank: Rank, rows: int, plan: build.Plan) -> Engine:
-    return BoundaryEngine(rank, rows, plan)
+    return BoundaryEngine(rank, rows, plan=plan)
+
+
+def _make_chain(rank: Rank, rows: int, local: Callable[[Rank, int, DeviceArray], Engine]) -> nccl.Chain:
+    return nccl.Chain(rank, rows, local)
 
 
 def _make_stack(rank: Rank, rows: int, plans: Sequence[build.Plan]) -> Engine:

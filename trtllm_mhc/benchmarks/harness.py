@@ -50,6 +50,13 @@ class CheckError(AssertionError):
     """What was measured computes something else than it should."""
 
 
+class OnDevice(Protocol):
+    """Something that can be copied to the host."""
+
+    def to_numpy(self) -> Array:
+        """A copy."""
+
+
 class Subject(Protocol):
     """One rank's side of what is measured."""
 
@@ -164,7 +171,7 @@ class BoundaryTensors:
             if different.any():
                 raise CheckError(f"{name}: {different.sum()} of {different.size} elements have other bits")
 
-    def check_close(self, residual_out: DeviceArray, layer_input: DeviceArray) -> None:
+    def check_close(self, residual_out: OnDevice, layer_input: OnDevice) -> None:
         """Raises CheckError unless both are the reference's up to the order of additions.
 
         Another order moves an fp32 sum by a few parts in 2^24 of its terms and then a rounding to bf16 (2^-9) by one

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from trtllm_mhc.benchmarks import ours
-from trtllm_mhc.benchmarks.harness import Case, Mode, Subject
-from trtllm_mhc.benchmarks.peers import sglang
+from trtllm_mhc.benchmarks.harness import Case, Mode, Rank, Subject
+from trtllm_mhc.benchmarks.peers import nccl, sglang
 from trtllm_mhc.runtime import cuda
 
 if TYPE_CHECKING:
@@ -126,8 +126,14 @@ def _implementations(op: Op, suite: Suite, peers: Path | None) -> list[tuple[str
         reason = sglang.missing_triton(peers, place.tp)
         if place.mode == "loopback":
             reason = "its all-reduce waits with a CTA on every SM, which ranks that share a GPU cannot"
-        add("unfused_push" if place.tp > 1 else "unfused_triton", reason, sglang.Unfused)
+        add(*(("unfused_push", reason, sglang.Unfused) if place.tp > 1 else ("unfused_triton", reason, sglang.Triton)))
+        if place.tp > 1:
+            add("unfused_nccl", nccl.missing(place.mode) or reason, _nccl_and_triton)
     return found
+
+
+def _nccl_and_triton(rank: Rank, rows: int, folder: Path) -> Subject:
+    return nccl.Chain(rank, rows, partial(sglang.Triton, folder=folder))
 
 
 def _engines(op: Op, suite: Suite, rows: Sequence[int]) -> list[Case]:
@@ -140,7 +146,8 @@ def _engines(op: Op, suite: Suite, rows: Sequence[int]) -> list[Case]:
     from trtllm_mhc.benchmarks import engines
     from trtllm_mhc.runtime.build import TimingCache
 
-    return engines.boundary_cases(rows, place.tp, TimingCache())
+    with_nccl = place.tp > 1 and nccl.missing(place.mode) is None
+    return engines.boundary_cases(rows, place.tp, with_nccl, TimingCache())
 
 
 def _add_stack(suite: Suite, rows: Sequence[int], layers: int, sublayers: Sequence[Sublayers]) -> None:

@@ -154,10 +154,10 @@ class Fused:
             check_mxfp8(self._layer_input, self._arrays["data"], self._arrays["scales"])
 
 
-class Unfused:
-    """The chain that sglang had before it fused: push all-reduce, then two Triton kernels. With tp 1 the two alone."""
+class Triton:
+    """sglang's two Triton kernels, post and collapse with norm, on a sum that is there; by default x itself."""
 
-    def __init__(self, rank: Rank, rows: int, folder: Path) -> None:
+    def __init__(self, rank: Rank, rows: int, total: DeviceArray | None = None, *, folder: Path) -> None:
         import torch
 
         # Not a package of this name that may be installed: its import would bring everything along.
@@ -167,19 +167,15 @@ class Unfused:
         self._post = importlib.import_module(f"{norm}.mhc_post_split_h").mhc_post_split_h
         self._combine = importlib.import_module(f"{norm}.hc_combine_norm").hc_combine_norm
         self._torch = torch
-        self._plane = _plane(rank, folder) if rank.tp_size > 1 else None
         self._tensors = rank.tensors(rows)
-        self._total = DeviceArray((rows, HIDDEN), ml_dtypes.bfloat16) if rank.tp_size > 1 else self._tensors.x
         self._stream = torch.cuda.ExternalStream(rank.stream.handle, device=rank.device)
-        self._views = {name: _torch_view(array) for name, array in self._tensors.inputs.items()}
-        self._views["total"] = _torch_view(self._total)
+        self._arrays = {**self._tensors.inputs, "total": total or self._tensors.x}
+        self._views = {name: _torch_view(array) for name, array in self._arrays.items()}
         # Torch hands out again what the call before gave back, so a captured call allocates nothing.
         self._outputs: tuple[Any, Any] | None = None
 
     def enqueue(self, stream: Stream) -> None:
         """See `Subject`."""
-        if self._plane is not None:
-            self._plane.all_reduce(self._tensors.x, self._total, stream)
         v = self._views
         with self._torch.cuda.stream(self._stream):
             streams = self._post(v["total"], v["residual"], v["post"], v["comb"])
@@ -190,7 +186,26 @@ class Unfused:
         """See `Subject`."""
         if self._outputs is None:
             raise CheckError("nothing was run")
-        self._tensors.check_close(*(_HostCopy(output) for output in self._outputs))  # type: ignore[arg-type]
+        self._tensors.check_close(*(_HostCopy(output) for output in self._outputs))
+
+
+class Unfused:
+    """The chain that sglang had before it fused: push all-reduce, then two Triton kernels."""
+
+    def __init__(self, rank: Rank, rows: int, folder: Path) -> None:
+        self._plane = _plane(rank, folder)
+        self._x = rank.tensors(rows).x
+        self._total = DeviceArray((rows, HIDDEN), ml_dtypes.bfloat16)
+        self._local = Triton(rank, rows, self._total, folder=folder)
+
+    def enqueue(self, stream: Stream) -> None:
+        """See `Subject`."""
+        self._plane.all_reduce(self._x, self._total, stream)
+        self._local.enqueue(stream)
+
+    def check(self) -> None:
+        """See `Subject`."""
+        self._local.check()
 
 
 class _HostCopy(NamedTuple):
