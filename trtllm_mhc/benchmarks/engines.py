@@ -88,16 +88,24 @@ class StackEngine(Engine):
                 raise CheckError(f"{name} is not finite")
 
 
-def boundary_cases(rows: Sequence[int], tp_size: int, with_nccl: bool, cache: build.TimingCache) -> list[Case]:
-    """Builds and returns TensorRT's own form of the boundary for every M; with tp 1 there is no reduction in it."""
+def boundary_cases(rows: Sequence[int], tp_size: int, wanted: Sequence[str], cache: build.TimingCache) -> list[Case]:
+    """Builds and returns TensorRT's own form of the boundary for every M; with tp 1 there is no reduction in it.
+
+    Args:
+        rows: values of M, an engine each.
+        tp_size: ranks.
+        wanted: "tensorrt", with the one-shot all-reduce of this project, and "tensorrt_nccl".
+        cache: shared by the builds.
+    """
     cases = []
     for m in rows:
         local = Job("local", partial(_populate_local, rows=m))
         whole = SingleBoundaryJobs(HIDDEN, tp_size, NORM_EPS).unfused()
-        plan = _build(whole if tp_size > 1 else local, 0, build.RowRange(m, m, m), cache)
-        make = partial(_make_boundary, rows=m, plan=plan)
-        cases.append(Case("boundary" if tp_size > 1 else "local", "tensorrt", m, make))
-        if with_nccl:
+        if "tensorrt" in wanted:
+            plan = _build(whole if tp_size > 1 else local, 0, build.RowRange(m, m, m), cache)
+            make = partial(_make_boundary, rows=m, plan=plan)
+            cases.append(Case("boundary" if tp_size > 1 else "local", "tensorrt", m, make))
+        if "tensorrt_nccl" in wanted:
             after = partial(BoundaryEngine, plan=_build(local, 0, build.RowRange(m, m, m), cache))
             cases.append(Case("boundary", "tensorrt_nccl", m, partial(_make_chain, rows=m, local=after)))
     return cases

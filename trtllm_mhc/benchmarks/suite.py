@@ -22,6 +22,7 @@ Op = Literal["boundary", "boundary_mxfp8", "consumer", "local", "coefficients", 
 OPS: tuple[Op, ...] = get_args(Op)
 
 OURS = "trtllm_mhc"
+PEERS = ("sglang_fused", "unfused_push", "unfused_triton", "unfused_nccl", "tensorrt", "tensorrt_nccl")
 COLD_ROWS = (1, 8, 64)
 ENGINE_ROWS = (1, 8, 64)  # every M is an engine to build
 STACK_ROWS = (1, 8)
@@ -59,10 +60,11 @@ class Suite:
 
 def places(tps: Sequence[int], modes: Sequence[Mode]) -> list[Place]:
     """The combinations that make sense: tp 1 is "single"; ranks share one GPU only as a pair."""
-    found = [Place(1, "single")] if 1 in tps and "single" in modes else []
-    for tp in (tp for tp in tps if tp > 1):
-        found += [Place(tp, mode) for mode in modes if mode in ("self_loop", "nvlink") or (mode, tp) == ("loopback", 2)]
-    return found
+
+    def makes_sense(tp: int, mode: Mode) -> bool:
+        return mode == "single" if tp == 1 else mode in ("self_loop", "nvlink") or (mode, tp) == ("loopback", 2)
+
+    return [Place(tp, mode) for tp in tps for mode in modes if makes_sense(tp, mode)]
 
 
 def plan(
@@ -71,6 +73,7 @@ def plan(
     rows: Sequence[int],
     *,
     peers: Path | None,
+    against: Sequence[str] = PEERS,
     layers: int = 40,
     sublayers: Sequence[Sublayers] = ("none", "matmul"),
 ) -> Suite:
@@ -81,6 +84,7 @@ def plan(
         ops: what to measure, of `OPS`; those that do not exist at this place are passed over.
         rows: values of M.
         peers: the folder that `scripts/fetch_peers.sh` made, or None.
+        against: the peers, of `PEERS`; the stack has its own.
         layers: of the boundary stack.
         sublayers: of the boundary stack.
     """
@@ -91,8 +95,8 @@ def plan(
         if op == "stack":
             _add_stack(suite, [m for m in STACK_ROWS if m in rows], layers, sublayers)
             continue
-        implementations = _implementations(op, suite, peers)
-        engines = _engines(op, suite, [m for m in ENGINE_ROWS if m in rows])
+        implementations = _implementations(op, suite, peers, against)
+        engines = _engines(op, suite, [m for m in ENGINE_ROWS if m in rows], against)
         for m in rows:
             at_m = [Case(op, name, m, partial(make, rows=m)) for name, make in implementations]
             at_m += [case for case in engines if case.rows == m]
@@ -102,7 +106,9 @@ def plan(
     return suite
 
 
-def _implementations(op: Op, suite: Suite, peers: Path | None) -> list[tuple[str, Callable[..., Subject]]]:
+def _implementations(
+    op: Op, suite: Suite, peers: Path | None, against: Sequence[str]
+) -> list[tuple[str, Callable[..., Subject]]]:
     place = suite.place
     if op == "coefficients":
         return [(OURS, ours.Coefficients)]
@@ -115,6 +121,8 @@ def _implementations(op: Op, suite: Suite, peers: Path | None) -> list[tuple[str
         found.append((f"{OURS}_spin", partial(ours.Boundary, wait_mode="spin", mxfp8=mxfp8)))
 
     def add(name: str, reason: str | None, make: Callable[..., Subject]) -> None:
+        if name not in against:
+            return
         if reason is None and peers is not None:
             found.append((name, partial(make, folder=peers)))
         else:
@@ -136,18 +144,22 @@ def _nccl_and_triton(rank: Rank, rows: int, folder: Path) -> Subject:
     return nccl.Chain(rank, rows, partial(sglang.Triton, folder=folder))
 
 
-def _engines(op: Op, suite: Suite, rows: Sequence[int]) -> list[Case]:
+def _engines(op: Op, suite: Suite, rows: Sequence[int], against: Sequence[str]) -> list[Case]:
     place = suite.place
     if op not in ("boundary", "local") or not rows or place.tp > 2 or place.mode == "loopback":
         return []
+    wanted = [name for name in ("tensorrt", "tensorrt_nccl") if name in against]
+    if place.tp == 1 or nccl.missing(place.mode) is not None:
+        wanted = [name for name in wanted if name != "tensorrt_nccl"]
+    if not wanted:
+        return []
     if importlib.util.find_spec("tensorrt") is None:
-        suite.skipped.append((f"{op}, tensorrt", "not installed: tensorrt"))
+        suite.skipped += [(f"{op}, {name}", "not installed: tensorrt") for name in wanted]
         return []
     from trtllm_mhc.benchmarks import engines
     from trtllm_mhc.runtime.build import TimingCache
 
-    with_nccl = place.tp > 1 and nccl.missing(place.mode) is None
-    return engines.boundary_cases(rows, place.tp, with_nccl, TimingCache())
+    return engines.boundary_cases(rows, place.tp, wanted, TimingCache())
 
 
 def _add_stack(suite: Suite, rows: Sequence[int], layers: int, sublayers: Sequence[Sublayers]) -> None:

@@ -79,6 +79,9 @@ def bench(
         typer.Option(help="single (tp 1), self_loop (a rank plays all), loopback (on one GPU), nvlink (a GPU each)."),
     ] = "single,self_loop,loopback,nvlink",
     rows: Annotated[str, typer.Option(help="Values of M.")] = "1,2,4,8,16,32,64",
+    against: Annotated[
+        str, typer.Option(help="The peers.")
+    ] = "sglang_fused,unfused_push,unfused_triton,unfused_nccl,tensorrt,tensorrt_nccl",
     peers: Annotated[Path | None, typer.Option(help="What scripts/fetch_peers.sh made.", file_okay=False)] = None,
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the stack.")] = 40,
     sublayers: Annotated[str, typer.Option(help="Of the stack: none, matmul or both.")] = "none,matmul",
@@ -115,6 +118,7 @@ def bench(
         modes=modes.split(","),
         rows=numbers(rows, "--rows"),
         peers=peers,
+        against=against.split(","),
         layers=layers,
         sublayers=sublayers.split(","),
         commit=commit,

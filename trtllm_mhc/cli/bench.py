@@ -27,6 +27,7 @@ class BenchOptions:
     modes: Sequence[str]
     rows: Sequence[int]
     peers: Path | None
+    against: Sequence[str]
     layers: int
     sublayers: Sequence[str]
     commit: str | None
@@ -85,6 +86,7 @@ def run(options: BenchOptions, files: Files, console: Console) -> int:
 def _check(options: BenchOptions) -> None:
     for given, known, option in (
         (options.ops, suite.OPS, "--only"),
+        (options.against, suite.PEERS, "--against"),
         (options.modes, get_args(harness.Mode), "--modes"),
         (options.sublayers, ("none", "matmul"), "--sublayers"),
         (options.tps, (1, 2, 4, 8), "--tp"),
@@ -109,6 +111,7 @@ def _measure(options: BenchOptions, json_path: Path | None, console: Console) ->
             options.ops,  # type: ignore[arg-type]
             options.rows,
             peers=options.peers,
+            against=options.against,
             layers=options.layers,
             sublayers=options.sublayers,  # type: ignore[arg-type]
         )

@@ -58,6 +58,7 @@ def test_gates_of_which_none_was_measured_fail(rows: Path, tmp_path: Path) -> No
     [
         (("--only", "bandwidth"), "--only: expected some of boundary"),
         (("--modes", "ring"), "--modes: expected some of single"),
+        (("--against", "vllm"), "--against: expected some of sglang_fused"),
         (("--tp", "3"), "--tp: expected some of 1, 2, 4, 8"),
         (("--rows", "0"), "--rows: expected 1 to 64"),
         (("--sublayers", "attention"), "--sublayers: expected some of none"),
