@@ -142,6 +142,13 @@ def demo(
         CoefficientsKind | None,
         typer.Option(help="The mixes: TensorRT's own layers, or one. Default: plugin with engines, else native."),
     ] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of the stack: one boundary alone, of this kind or of several separated by commas, "
+            "fused and unfused; or all."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and inputs.")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the record of the run here.", dir_okay=False)
@@ -158,6 +165,11 @@ def demo(
     With a GPU and a TensorRT that can build: engines for every rank, run in lockstep. Otherwise: both networks
     evaluated by the numpy interpreter. Exit code 0 when every comparison holds, 1 when one does not.
     """
+    if variant is not None:
+        from trtllm_mhc.cli import demo_variants
+
+        chosen = demo_variants.Options(variant, tp=tp, rows=rows, seed=seed, commit=commit, timing_cache=timing_cache)
+        raise typer.Exit(demo_variants.run(chosen, json_path, _console()))
     from trtllm_mhc.cli.demo import DemoOptions, run
 
     options = DemoOptions(

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trtllm-mhc demo --variant`: one boundary of each kind, unfused and fused, compared and timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from trtllm_mhc.cli.findings import Findings, environment
+from trtllm_mhc.cli.steps import Steps
+from trtllm_mhc.runtime import cuda
+
+if TYPE_CHECKING:
+    from trtllm_mhc.runtime.engine import EngineGroup
+    from trtllm_mhc.verification.variants import Outcome, Variant
+
+# A boundary takes microseconds: many in one graph, so that its launch does not count.
+_PASSES_PER_GRAPH = 20
+_REPLAYS = 30
+_INPUTS = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's options.
+
+    Attributes:
+        variants: names separated by commas, or "all".
+        tp: ranks.
+        rows: tokens of a step.
+        seed: of the inputs.
+        commit: for the record; None: git's.
+        timing_cache: TensorRT's, kept in this file.
+    """
+
+    variants: str
+    tp: int
+    rows: int
+    seed: int = 0
+    commit: str | None = None
+    timing_cache: Path | None = None
+
+
+def run(options: Options, json_path: Path | None, console: Console) -> int:
+    """Runs the comparison; returns the exit code: 0 if everything holds."""
+    # Ranks that share a GPU need hardware queues of their own; CUDA reads it when it starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    try:
+        import tensorrt
+    except ImportError:
+        console.print(
+            "[red]The demo needs TensorRT's Python package.[/] Install it (pip install tensorrt), or run `make demo`, "
+            "which fetches one."
+        )
+        return 1
+    from trtllm_mhc.runtime import build
+    from trtllm_mhc.verification.variants import VARIANTS, Size
+
+    names = list(VARIANTS) if options.variants == "all" else options.variants.split(",")
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown or options.tp not in (1, 2, 4, 8):
+        console.print(
+            f"[red]--variant: expected all or some of {', '.join(VARIANTS)}; got {escape(options.variants)}[/]"
+        )
+        console.print(f"[red]--tp: expected 1, 2, 4 or 8; got {options.tp}[/]")
+        return 1
+    findings, steps = Findings(), Steps(console)
+    variants = [VARIANTS[name](Size(options.tp, options.rows)) for name in names]
+    no_engines: str | None = "this machine has no usable GPU"
+    if cuda.device_count() > 0:
+        with steps.step("test engine"):
+            no_engines = build.why_no_engines()
+    common = {"tp": options.tp, "m": options.rows, **environment(tensorrt.__version__, options.commit)}
+    try:
+        if no_engines is None:
+            records = _run_engines(options, variants, findings, steps)
+        else:
+            console.print(
+                f"[yellow]No engine was built:[/] {escape(no_engines)}. Both forms are evaluated by the numpy "
+                "interpreter instead, which computes fused boundaries by the reference itself."
+            )
+            records = _run_numpy(options, variants, findings, steps)
+    except build.EngineError as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return 1
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps([record | common for record in records], indent=2) + "\n")
+        console.print(f"record: {escape(str(json_path))}")
+    console.print(_table(records, options))
+    findings.print_verdict(console)
+    return 1 if findings.failures else 0
+
+
+def _run_engines(
+    options: Options, variants: Sequence[Variant], findings: Findings, steps: Steps
+) -> list[dict[str, Any]]:
+    from trtllm_mhc.runtime import build
+    from trtllm_mhc.runtime.engine import communicators
+    from trtllm_mhc.runtime.threads import ThreadGroup
+    from trtllm_mhc.verification.backends import build_jobs, open_engines
+
+    group = ThreadGroup.on_devices(options.tp)
+    shared = len(set(group.devices or ())) < options.tp
+    where = {"mode": "loopback" if shared else "one GPU per rank", "device": cuda.device_info(0).name}
+    rows = build.RowRange(1, options.rows, options.rows)
+    records = []
+    with steps.step("build the engines"):
+        cache = build.TimingCache(options.timing_cache)
+        jobs = [job for variant in variants for job in (variant.unfused(), variant.fused())]
+        plans = build_jobs(jobs, options.tp, rows, cache, steps.say)
+    hidden = variants[0].size.hidden
+    with communicators(group, "variants", hidden_size=hidden, capacity=max(options.rows, 64), lanes=2) as comms:
+        for variant in variants:
+            names = [variant.unfused().name, variant.fused().name]
+            with (
+                steps.step(f"{variant.name}: run, compare and time"),
+                open_engines(plans, names, comms, group) as (unfused, fused),
+            ):
+                outcome = _compare(variant, unfused, fused, options.seed)
+                times = _time(unfused, fused)
+            _note(variant, outcome, findings)
+            records.append(_record(variant, outcome, *times) | where)
+    return records
+
+
+def _compare(variant: Variant, unfused: EngineGroup, fused: EngineGroup, seed: int) -> Outcome:
+    """Eager and in a graph, over a few inputs, the outputs' memory poisoned before each pass."""
+    sets = [variant.feeds(seed + number) for number in range(_INPUTS)]
+    outputs = []
+    for number, feeds in enumerate(sets):
+        both = []
+        for engines in (fused, unfused):
+            engines.prepare(feeds)
+            engines.poison_outputs()
+            both.append(engines.run_prepared())
+            if number == 0:
+                engines.capture(_PASSES_PER_GRAPH)
+        outputs.append((feeds, *both))
+    for feeds in sets[:1]:
+        both = []
+        for engines in (fused, unfused):
+            engines.poison_outputs()
+            both.append(engines.replay(feeds))
+        outputs.append((feeds, *both))
+    # The comparisons are numpy's, which lets other threads run.
+    with ThreadPoolExecutor() as pool:
+        outcomes = list(pool.map(lambda each: variant.compare(*each), outputs))
+    whole = outcomes[0]
+    for other in outcomes[1:]:
+        whole.join(other)
+    return whole
+
+
+def _time(unfused: EngineGroup, fused: EngineGroup) -> tuple[float, float]:
+    """Medians in the order A B B A, so that a drift of the clocks counts for both."""
+    samples: dict[int, list[float]] = {0: [], 1: []}
+    for number in (0, 1, 1, 0):
+        engines = (unfused, fused)[number]
+        samples[number] += engines.time_replays(_REPLAYS, passes=_PASSES_PER_GRAPH).samples_us
+    return statistics.median(samples[0]), statistics.median(samples[1])
+
+
+def _run_numpy(options: Options, variants: Sequence[Variant], findings: Findings, steps: Steps) -> list[dict[str, Any]]:
+    from trtllm_mhc.verification.backends import NetworkMaker
+
+    maker, records = NetworkMaker(), []
+    for variant in variants:
+        with steps.step(f"{variant.name}: evaluate both forms"):
+            feeds = variant.feeds(options.seed)
+            fused, unfused = (maker.runner(job, options.tp).run(feeds) for job in (variant.fused(), variant.unfused()))
+            outcome = variant.compare(feeds, fused, unfused)
+        _note(variant, outcome, findings)
+        record = _record(variant, outcome, None, None)
+        # Comparing the reference with itself would prove nothing.
+        records.append(record | {"equal": None if outcome.equal else False, "mode": "numpy", "device": None})
+    return records
+
+
+def _note(variant: Variant, outcome: Outcome, findings: Findings) -> None:
+    holds = outcome.equal and outcome.agrees
+    findings.require(holds, f"{variant.name}: " + "; ".join(outcome.details[:3]))
+
+
+def _record(variant: Variant, outcome: Outcome, unfused_us: float | None, fused_us: float | None) -> dict[str, Any]:
+    return {
+        "variant": variant.name,
+        "equal": outcome.equal,
+        "agrees": outcome.agrees,
+        "max_ulp": outcome.max_ulp,
+        "unfused_us": None if unfused_us is None else round(unfused_us, 2),
+        "fused_us": None if fused_us is None else round(fused_us, 2),
+        **({"note": variant.note} if variant.note else {}),
+    }
+
+
+def _table(records: Sequence[dict[str, Any]], options: Options) -> Table:
+    mode = records[0]["mode"]
+    table = Table(title=f"one boundary, tp {options.tp}, M = {options.rows}, {mode}", title_justify="left")
+    for heading in (
+        "variant",
+        "equal to the reference",
+        "unfused agrees",
+        "max ulp",
+        "unfused us",
+        "fused us",
+        "saves",
+    ):
+        table.add_column(heading, overflow="fold", justify="left" if heading == "variant" else "right")
+    for record in records:
+        before, after = record["unfused_us"], record["fused_us"]
+        times = ["not measured"] * 3 if before is None else [f"{before:.2f}", f"{after:.2f}", f"{before - after:.2f}"]
+        equal = {True: "yes", False: "NO", None: "no engine"}[record["equal"]]
+        name = record["variant"] + (f" ({record['note']})" if "note" in record else "")
+        table.add_row(name, equal, "yes" if record["agrees"] else "NO", str(record["max_ulp"]), *times)
+    return table
