@@ -69,10 +69,11 @@ def run(options: Options, json_path: Path | None, console: Console) -> int:
     names = list(VARIANTS) if options.variants == "all" else options.variants.split(",")
     unknown = [name for name in names if name not in VARIANTS]
     if unknown or options.tp not in (1, 2, 4, 8):
-        console.print(
-            f"[red]--variant: expected all or some of {', '.join(VARIANTS)}; got {escape(options.variants)}[/]"
-        )
-        console.print(f"[red]--tp: expected 1, 2, 4 or 8; got {options.tp}[/]")
+        if unknown:
+            known = ", ".join(VARIANTS)
+            console.print(f"[red]--variant: expected all or some of {known}; got {escape(options.variants)}[/]")
+        else:
+            console.print(f"[red]--tp: expected 1, 2, 4 or 8, got {options.tp}[/]")
         return 1
     findings, steps = Findings(), Steps(console)
     variants = [VARIANTS[name](Size(options.tp, options.rows)) for name in names]

@@ -36,6 +36,7 @@ class Size:
         rows: tokens (M) that inputs are made for.
         hidden: H.
         top_k: routes of a token.
+        permuted_rows: rows of the experts' outputs.
         norm_eps: epsilon of the norm.
     """
 
@@ -43,6 +44,7 @@ class Size:
     rows: int = 8
     hidden: int = 5120
     top_k: int = 6
+    permuted_rows: int = 64
     norm_eps: float = 1e-20
 
 
@@ -272,12 +274,11 @@ class Finalize(Variant):
 
     def own(self, rng: np.random.Generator, rank: int) -> dict[str, Array]:
         size = self.size
-        permuted = size.rows * size.top_k
-        index = rng.integers(0, permuted, (size.rows, size.top_k)).astype(np.int32)
+        index = rng.integers(0, size.permuted_rows, (size.rows, size.top_k)).astype(np.int32)
         # Each expert is on one rank; on the others its routes are -1.
         index[rng.integers(0, size.tp_size, index.shape) != rank] = -1
         return {
-            "gemm2_permuted": _normal(rng, permuted, size.hidden),
+            "gemm2_permuted": _normal(rng, size.permuted_rows, size.hidden),
             "expert_weights": rng.random((size.rows, size.top_k), np.float32) / np.float32(2),
             "expanded_idx_to_permuted_idx": index,
             "shared_output": _normal(rng, size.rows, size.hidden),
