@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trtllm_mhc.rewrite.coefficients import CoefficientsMatch, find_coefficients
 from trtllm_mhc.rewrite.graph import AllReduce, Graph
 from trtllm_mhc.rewrite.legality import plan_boundaries
 from trtllm_mhc.rewrite.match import find_boundaries
@@ -20,11 +21,13 @@ class Analysis:
         names: the new layers' names, one for each plan.
         plans: what is to be done with each boundary, in the order of the layer loop.
         others: the layers that sum over ranks outside of them.
+        coefficients: the new layers' names and what computes a sublayer's mixes, by depth.
     """
 
     names: tuple[str, ...]
     plans: tuple[Plan, ...]
     others: tuple[AllReduce, ...]
+    coefficients: tuple[tuple[str, CoefficientsMatch], ...] = ()
 
     @property
     def fused(self) -> list[tuple[str, Plan]]:
@@ -32,12 +35,20 @@ class Analysis:
         pairs = zip(self.names, self.plans, strict=True)
         return [(name, plan) for name, plan in pairs if plan.status != "refused"]
 
+    @property
+    def steps(self) -> list[tuple[str, Plan | CoefficientsMatch]]:
+        """Names and what is to be replaced: what goes into a step is made by steps before it."""
+        steps: list[tuple[str, Plan | CoefficientsMatch]] = [*self.fused]
+        steps += [(name, each) for name, each in self.coefficients if not each.reasons()]
+        return sorted(steps, key=lambda step: step[1].depth)
+
     def report(self) -> Report:
         """The report once the plans are carried out."""
         return Report(
             found=tuple(_entry(name, plan) for name, plan in zip(self.names, self.plans, strict=True)),
             other_all_reduces=tuple(each.node.name for each in self.others if each.form != "MhcBoundary"),
             already_fused=sum(each.form == "MhcBoundary" for each in self.others),
+            coefficients=tuple(each.entry(name) for name, each in self.coefficients),
         )
 
 
@@ -45,13 +56,19 @@ def analyse(graph: Graph, options: FuseOptions) -> Analysis:
     """Find the boundaries and decide on each."""
     boundaries, others = find_boundaries(graph)
     plans = plan_boundaries(graph, boundaries, others, options)
-    return Analysis(tuple(_names(graph, len(plans))), tuple(plans), tuple(others))
+    mixes = find_coefficients(graph) if options.coefficients else []
+    return Analysis(
+        tuple(_names(graph, "mhc_boundary", len(plans))),
+        tuple(plans),
+        tuple(others),
+        tuple(zip(_names(graph, "mhc_coefficients", len(mixes)), mixes, strict=True)),
+    )
 
 
-def _names(graph: Graph, count: int) -> list[str]:
-    """Names for the boundaries in order, not taken by layers of the network."""
+def _names(graph: Graph, kind: str, count: int) -> list[str]:
+    """Names for new layers in order, not taken by layers of the network."""
     taken = {node.name for node in graph.nodes}
-    numbers = (f"mhc_boundary_{k}" for k in range(count + len(taken)))
+    numbers = (f"{kind}_{k}" for k in range(count + len(taken)))
     free = (name for name in numbers if name not in taken)
     return [next(free) for _ in range(count)]
 

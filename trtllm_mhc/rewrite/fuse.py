@@ -12,6 +12,7 @@ import tensorrt as trt
 from trtllm_mhc.network import layers, plugins
 from trtllm_mhc.network.ops import cast, constant
 from trtllm_mhc.rewrite.analysis import analyse
+from trtllm_mhc.rewrite.coefficients import CoefficientsMatch
 from trtllm_mhc.rewrite.graph import Value
 from trtllm_mhc.rewrite.legality import lead_source
 from trtllm_mhc.rewrite.plan import FuseOptions, Plan
@@ -47,44 +48,75 @@ def fuse_boundaries(network: Any, options: FuseOptions | None = None) -> Report:
     """
     graph = TensorRTGraph(network)
     analysis = analyse(graph, options or FuseOptions())
-    _rewire(graph, _add_layers(network, analysis.fused))
-    return analysis.report()
+    report = analysis.report()  # while the tensors have their names
+    _rewire(graph, _add_layers(network, analysis.steps))
+    return report
 
 
-def _add_layers(network: Any, fused: list[tuple[str, Plan]]) -> list[_Replacement]:
+def _add_layers(network: Any, steps: list[tuple[str, Plan | CoefficientsMatch]]) -> list[_Replacement]:
     """Add the plugin layers beside the old ones; nothing reads them yet."""
     replacements: list[_Replacement] = []
     new: dict[Value, Any] = {}
-    for name, plan in fused:
-        boundary, post = plan.boundary, plan.boundary.post
-        hidden, hc = post.streams.shape[-1], post.hc
+    for name, what in steps:
         adapter = _Adapter(network, name, new)
-        residual_out, layer_input = plugins.add_boundary(
-            network,
-            adapter.contribution(plan),
-            adapter.flat(post.residual, "residual", (hc, hidden)),
-            adapter.flat(post.post, "post", (hc,)),
-            adapter.flat(post.comb, "comb", (hc, hc), transpose=post.comb_transposed),
-            None if plan.collapse is None else adapter.flat(plan.collapse.pre, "pre", (hc,)),
-            None if plan.norm is None or plan.norm.gamma is None else adapter.vector(plan.norm.gamma, "gamma"),
-            tp_size=plan.tp_size or 0,
-            norm_eps=None if plan.norm is None else plan.norm.eps,
-            rank=plan.rank,
-            group=() if plan.group == tuple(range(plan.tp_size or 0)) else plan.group,
-        )
-        network.get_layer(network.num_layers - 1).name = name
-        wanted = [("residual_out", post.streams, residual_out)]
-        if plan.norm is not None:
-            wanted.append(("layer_input", plan.norm.layer_input, layer_input))
-        for role, old, made in wanted:
-            made.name = f"{name}/{role}"
-            tensor = adapter.restore(made, old, role, lead_source(boundary, old))
-            if tensor.dtype != old.dtype or (layers.tensor_shape(tensor) or ()) != old.shape:
-                got = f"{tensor.dtype} {layers.tensor_shape(tensor)}"
+        made = _add_boundary(adapter, what) if isinstance(what, Plan) else _add_coefficients(adapter, what)
+        for role, old, tensor, lead in made:
+            tensor.name = f"{name}/{role}"
+            shaped = adapter.restore(tensor, old, role, lead)
+            if shaped.dtype != old.dtype or (layers.tensor_shape(shaped) or ()) != old.shape:
+                got = f"{shaped.dtype} {layers.tensor_shape(shaped)}"
                 raise RuntimeError(f"{name}: {role}: expected {old.dtype} {old.shape} as {old.name!r}, got {got}")
-            new[old] = tensor
-            replacements.append(_Replacement(old, tensor))
+            new[old] = shaped
+            replacements.append(_Replacement(old, shaped))
     return replacements
+
+
+#: Of each output of a new layer: its role, the tensor that it replaces, itself, and whence its leading sizes.
+_Made = list[tuple[str, Value, Any, tuple[Value, int] | None]]
+
+
+def _add_boundary(adapter: _Adapter, plan: Plan) -> _Made:
+    boundary, post, network = plan.boundary, plan.boundary.post, adapter.network
+    hidden, hc = post.streams.shape[-1], post.hc
+    residual_out, layer_input = plugins.add_boundary(
+        network,
+        adapter.contribution(plan),
+        adapter.flat(post.residual, "residual", (hc, hidden)),
+        adapter.flat(post.post, "post", (hc,)),
+        adapter.flat(post.comb, "comb", (hc, hc), transpose=post.comb_transposed),
+        None if plan.collapse is None else adapter.flat(plan.collapse.pre, "pre", (hc,)),
+        None if plan.norm is None or plan.norm.gamma is None else adapter.vector(plan.norm.gamma, "gamma"),
+        tp_size=plan.tp_size or 0,
+        norm_eps=None if plan.norm is None else plan.norm.eps,
+        rank=plan.rank,
+        group=() if plan.group == tuple(range(plan.tp_size or 0)) else plan.group,
+    )
+    network.get_layer(network.num_layers - 1).name = adapter.name
+    made: _Made = [("residual_out", post.streams, residual_out, lead_source(boundary, post.streams))]
+    if plan.norm is not None:
+        old = plan.norm.layer_input
+        made.append(("layer_input", old, layer_input, lead_source(boundary, old)))
+    return made
+
+
+def _add_coefficients(adapter: _Adapter, match: CoefficientsMatch) -> _Made:
+    network, streams = adapter.network, match.streams
+    behind = 1 if match.is_broadcast else 2
+    mixes = plugins.add_coefficients(
+        network,
+        adapter.flat(streams, "streams", streams.shape[-behind:]),
+        adapter.transposed(match.fn, "fn") if match.fn_transposed else match.fn.tensor,
+        constant(network, match.scale),
+        constant(network, match.base),
+        rms_norm_eps=match.rms_norm_eps,
+        hc_eps=match.hc_eps,
+        post_alpha=match.post_alpha,
+        sinkhorn_iters=match.sinkhorn_iters,
+    )
+    network.get_layer(network.num_layers - 1).name = adapter.name
+    lead = streams, len(streams.shape) - behind
+    olds = (match.post, match.comb, match.pre)
+    return [(role, old, made, lead) for role, old, made in zip(("post", "comb", "pre"), olds, mixes, strict=True)]
 
 
 class _Adapter:
@@ -118,6 +150,12 @@ class _Adapter:
         layer.reshape_dims = (-1, *trailing)
         if transpose:
             layer.second_transpose = (0, 2, 1)
+        return layer.get_output(0)
+
+    def transposed(self, value: Value, role: str) -> Any:
+        """``value`` with its two axes swapped."""
+        layer = self._shuffle(self._tensor(value), role)
+        layer.second_transpose = (1, 0)
         return layer.get_output(0)
 
     def vector(self, value: Value, role: str) -> Any:

@@ -46,6 +46,8 @@ class Op(Enum):
     CONCAT = auto()
     CONSTANT = auto()
     NORMALIZATION = auto()
+    SIGMOID = auto()
+    SOFTMAX = auto()
     SELECT = auto()
     MAX = auto()
     MIN = auto()
@@ -222,7 +224,7 @@ class Node:
 
     @property
     def reduced_axes(self) -> tuple[int, ...]:
-        """The axes that an `Op.SUM` or `Op.MEAN` takes together."""
+        """The axes that an `Op.SUM` or `Op.MEAN` takes together, or an `Op.SOFTMAX` normalises over."""
         raise NotImplementedError
 
     @property

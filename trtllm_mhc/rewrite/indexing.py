@@ -81,14 +81,17 @@ def source(value: Value, index: Index) -> tuple[Value, Index] | None:
 def reshape_index(out: tuple[int, ...], into: tuple[int, ...], index: Index) -> Index | None:
     """The index into shape ``into`` of element ``index`` of its reshape to ``out``; None where that takes arithmetic.
 
-    Equal static sizes are paired from the last axis on. What then is left must be the token's row axes: both sides
-    number as many tokens in the same order, however many axes they take.
+    Equal static sizes, or products of sizes whose indices are numbers, are paired from the last axis on. What then is
+    left must be the token's row axes: both sides number as many tokens in the same order, however many axes they take.
     """
     left = [(size, axis) for size, axis in zip(out, index, strict=True) if size != 1]
     free = [position for position, size in enumerate(into) if size != 1]
     result: list[Axis] = [0] * len(into)
-    while left and free and left[-1][0] == into[free[-1]] and left[-1][0] >= 0:
-        result[free.pop()] = left.pop()[1]
+    while left and free:
+        if left[-1][0] == into[free[-1]] and left[-1][0] >= 0:
+            result[free.pop()] = left.pop()[1]
+        elif not _pair_numbers(left, free, into, result):
+            break
     if len(left) == len(free) == 1:
         result[free[0]] = left[0][1]
         return tuple(result)
@@ -99,6 +102,26 @@ def reshape_index(out: tuple[int, ...], into: tuple[int, ...], index: Index) -> 
     for part, position in enumerate(free):
         result[position] = Row(part, len(free))
     return tuple(result)
+
+
+def _pair_numbers(left: list[tuple[int, Axis]], free: list[int], into: tuple[int, ...], result: list[Axis]) -> bool:
+    """Pair the last axes of both sides that have as many elements, where the indices on the left are numbers."""
+    number, size_out, size_in, taken, given = 0, 1, 1, 0, 0
+    while taken == 0 or size_out != size_in:
+        if size_out <= size_in:
+            size, axis = left[-1 - taken] if taken < len(left) else (-1, HIDDEN)
+            if size < 0 or not isinstance(axis, int):
+                return False
+            number, size_out, taken = number + axis * size_out, size_out * size, taken + 1
+        else:
+            if given == len(free) or into[free[-1 - given]] < 0:
+                return False
+            size_in, given = size_in * into[free[-1 - given]], given + 1
+    del left[len(left) - taken :]
+    for _ in range(given):
+        position = free.pop()
+        number, result[position] = divmod(number, into[position])
+    return True
 
 
 def _reshape(node: Node, index: Index) -> Index | None:

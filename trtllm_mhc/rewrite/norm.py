@@ -93,6 +93,24 @@ def _norm_of(value: Value, expansion: Expansion, collapsed: Value) -> Norm | Non
     )
 
 
+def mean_square_under(factor: Factor, features: int) -> tuple[Value, float | None] | None:
+    """``v`` and ``eps`` where the factor is ``1 / sqrt(mean(v ** 2) + eps)``, all in float32, over ``features``.
+
+    The epsilon is None where it is not a constant.
+    """
+    mean_square = _under_inverse_root(factor)
+    if mean_square is None:
+        return None
+    mean, eps = _split_eps(mean_square)
+    square = None if mean is None else _square(mean, features)
+    squared = None if square is None else _squared(square)
+    if mean is None or square is None or squared is None:
+        return None
+    if any(each.dtype != trt.float32 for each in (square, mean, mean_square, factor.names[0][0])):
+        return None
+    return squared, 0.0 if eps is None else scalar_constant(eps)
+
+
 def _is_weight(value: Value, index: Index) -> bool:
     """Whether the element of ``value`` depends on the hidden axis alone."""
     return [axis for size, axis in zip(value.shape, index, strict=True) if size != 1] == [HIDDEN]

@@ -28,6 +28,8 @@ class FuseOptions:
             ``"keep"`` fuses such a boundary up to its streams, ``"fuse"`` takes it for a delayed collapse.
         finalize: whether the end of a MoE (expert rows gathered, weighted and summed, plus the shared experts) before
             an all-reduce becomes part of its boundary.
+        coefficients: whether the layers that compute a sublayer's mixes become an ``MhcCoefficients``, which takes its
+            sums in another order than TensorRT's layers do.
     """
 
     tp_size: int | None = None
@@ -36,6 +38,7 @@ class FuseOptions:
     unlabelled_collectives: Literal["refuse", "all_reduce_sum"] = "refuse"
     separate_collapse: Literal["keep", "fuse"] = "keep"
     finalize: bool = True
+    coefficients: bool = False
 
     def __post_init__(self) -> None:
         if self.tp_size is not None and self.tp_size not in plugins.TP_SIZES:
@@ -78,6 +81,12 @@ class Plan:
     def contribution(self) -> Contribution:
         """What the new layer takes from this rank."""
         return "plain" if self.finalize is None else "finalize"
+
+    @property
+    def depth(self) -> int:
+        """Of the streams."""
+        node = self.boundary.post.streams.producer
+        return 0 if node is None else node.depth
 
     @property
     def status(self) -> Status:

@@ -70,6 +70,25 @@ class BoundaryEntry:
 
 
 @dataclass(frozen=True)
+class CoefficientsEntry:
+    """The layers that compute a sublayer's mixes.
+
+    Attributes:
+        name: the new layer's name.
+        status: ``"fused"`` or ``"refused"``.
+        streams: name of the tensor that they are computed from.
+        comb: name of the residual mix.
+        reasons: why it was refused.
+    """
+
+    name: str
+    status: Literal["fused", "refused"]
+    streams: str
+    comb: str
+    reasons: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True)
 class Report:
     """The boundaries of a network, in the order of the layer loop.
 
@@ -77,11 +96,13 @@ class Report:
         found: every boundary whose all-reduce and post were recognised.
         other_all_reduces: names of the all-reduce layers that end in no boundary.
         already_fused: boundaries that were plugins before the pass ran.
+        coefficients: the mixes that were looked for because the options ask for it.
     """
 
     found: tuple[BoundaryEntry, ...]
     other_all_reduces: tuple[str, ...] = ()
     already_fused: int = 0
+    coefficients: tuple[CoefficientsEntry, ...] = ()
     format: int = field(default=FORMAT, init=False)
 
     @property
@@ -134,6 +155,9 @@ class Report:
         text = f"{len(self.fused)} of {len(self.found)} boundaries fused ({kinds})"
         if self.already_fused:
             text += f", {self.already_fused} fused before"
+        if self.coefficients:
+            fused = sum(entry.status == "fused" for entry in self.coefficients)
+            text += f"; coefficients of {fused} of {len(self.coefficients)} sublayers fused"
         if self.other_all_reduces:
             text += f"; {len(self.other_all_reduces)} all-reduce layers belong to no boundary"
         return text

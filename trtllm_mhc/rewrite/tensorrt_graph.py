@@ -33,6 +33,7 @@ _LAYER_OPS = {
     "CONSTANT": Op.CONSTANT,
     "NORMALIZATION": Op.NORMALIZATION,
     "SELECT": Op.SELECT,
+    "SOFTMAX": Op.SOFTMAX,
     "PLUGIN_V2": Op.PLUGIN_V2,
     "PLUGIN_V3": Op.PLUGIN_V3,
     "DIST_COLLECTIVE": Op.DIST_COLLECTIVE,
@@ -92,6 +93,8 @@ class TensorRTNode(Node):
             return _ELEMENTWISE_OPS.get(self.layer.op.name, Op.OTHER)
         if self.kind == "UNARY":
             return _UNARY_OPS.get(self.layer.op.name, Op.OTHER)
+        if self.kind == "ACTIVATION":
+            return Op.SIGMOID if self.layer.type.name == "SIGMOID" else Op.OTHER
         if self.kind == "REDUCE":
             return _REDUCE_OPS.get(self.layer.op.name, Op.OTHER)
         return _LAYER_OPS.get(self.kind, Op.OTHER)

@@ -343,6 +343,7 @@ class CoefficientsBehind(Variant):
     """The mixes of the next sublayer as well: by some hundred layers of TensorRT's own, or by one of this project's."""
 
     name = "coefficients"
+    options = FuseOptions(coefficients=True)
     mixes: ClassVar[dict[str, Any]] = {
         "rms_norm_eps": 1e-20,
         "hc_eps": 1e-6,
@@ -363,19 +364,8 @@ class CoefficientsBehind(Variant):
         mixes = functional.mhc_coefficients(network, streams, *self.weights(), **self.mixes)
         return dict(zip(_MIXES, mixes, strict=True))
 
-    def define_fused(self, network: trt.INetworkDefinition) -> None:
-        plain = Variant(self.size)
-        inputs = plain.add_inputs(network)
-        streams, layer_input = plugins.add_boundary(
-            network,
-            *(inputs[name] for name in ("x", "residual", "post", "comb", "pre", "gamma")),
-            tp_size=self.size.tp_size,
-            norm_eps=self.size.norm_eps,
-        )
-        weights = [functional.constant(network, array) for array in self.weights()]
-        mixes = plugins.add_coefficients(network, streams, *weights, **self.mixes)
-        self.mark(network, {"residual_out": streams, "layer_input": layer_input})
-        self.mark(network, dict(zip(_MIXES, mixes, strict=True)))
+    def is_fused(self, report: Report) -> bool:
+        return super().is_fused(report) and [entry.status for entry in report.coefficients] == ["fused"]
 
     def compare_behind(
         self, feeds: Sequence[Tensors], fused: Sequence[Tensors], unfused: Sequence[Tensors], outcome: Outcome

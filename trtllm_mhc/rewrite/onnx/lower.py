@@ -46,6 +46,7 @@ _UNARY = {
     "Sqrt": Op.SQRT,
     "Reciprocal": Op.RECIP,
     "Not": Op.NOT,
+    "Sigmoid": Op.SIGMOID,
 }
 _RESHAPES = {"Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 
@@ -182,6 +183,13 @@ def _reduce(view: View, node: ir.Node, inputs: list[OnnxValue | None], outputs: 
     return True
 
 
+def _softmax(view: View, node: ir.Node, inputs: list[OnnxValue | None], outputs: list[OnnxValue]) -> bool:
+    operand = _present(inputs)[0]
+    axis = node.attributes.get_int("axis", -1) % len(_dims(operand))
+    view.add(node, Op.SOFTMAX, [operand], outputs, reduced_axes=(axis,))
+    return True
+
+
 def _einsum(view: View, node: ir.Node, inputs: list[OnnxValue | None], outputs: list[OnnxValue]) -> bool:
     view.add(node, Op.EINSUM, inputs, outputs, equation=node.attributes.get_string("equation", ""))
     return True
@@ -304,6 +312,7 @@ _RULES: dict[str, _Rule] = {
     "Constant": _constant,
     "ReduceSum": _reduce,
     "ReduceMean": _reduce,
+    "Softmax": _softmax,
     "Einsum": _einsum,
     "MatMul": _matmul,
     "Expand": _expand,

@@ -14,7 +14,8 @@ from onnx_ir.passes.common import InlinePass
 from trtllm_mhc import plugin
 from trtllm_mhc.network import plugins
 from trtllm_mhc.rewrite.analysis import analyse
-from trtllm_mhc.rewrite.graph import Value
+from trtllm_mhc.rewrite.coefficients import CoefficientsMatch
+from trtllm_mhc.rewrite.graph import Array, Value
 from trtllm_mhc.rewrite.legality import lead_source
 from trtllm_mhc.rewrite.onnx.graph import OnnxGraph
 from trtllm_mhc.rewrite.onnx.shapes import complete
@@ -65,8 +66,9 @@ def fuse_model(model: ir.Model, options: FuseOptions | None = None) -> Report:
     """
     analysis = analyse(view(model), options or FuseOptions())
     replacements: list[_Replacement] = []
-    for name, plan in analysis.fused:
-        replacements += _Writer(model.graph, name).boundary(plan)
+    for name, what in analysis.steps:
+        writer = _Writer(model.graph, name)
+        replacements += writer.boundary(what) if isinstance(what, Plan) else writer.coefficients(what)
     if replacements:
         _rewire(model.graph, replacements)
         model.graph.opset_imports.setdefault(plugin.NAMESPACE, 1)
@@ -112,6 +114,37 @@ class _Writer:
             made.dtype = ir.DataType.BFLOAT16
             made.shape = ir.Shape([None, *old.shape[-2:]] if role == "residual_out" else [None, hidden])
             replacements.append(_Replacement(old.tensor, self.restore(made, old, role, lead_source(found, old))))
+        return replacements
+
+    def coefficients(self, match: CoefficientsMatch) -> list[_Replacement]:
+        """The node of a sublayer's mixes."""
+        streams, behind = match.streams, 1 if match.is_broadcast else 2
+        fn = match.fn.tensor
+        if match.fn_transposed:
+            fn = self.add("Transpose", [fn], ["fn"], perm=[1, 0])[0]
+        inputs = [
+            self.flat(streams, "streams", streams.shape[-behind:]),
+            fn,
+            self.constant("scale", match.scale),
+            self.constant("base", match.base),
+        ]
+        attributes = {
+            "rms_norm_eps": match.rms_norm_eps,
+            "hc_eps": match.hc_eps,
+            "post_alpha": match.post_alpha,
+            "sinkhorn_iters": match.sinkhorn_iters,
+            "broadcast": int(match.is_broadcast),
+            "plugin_version": plugin.VERSION,
+            "plugin_namespace": plugin.NAMESPACE,
+        }
+        roles = ("post", "comb", "pre")
+        outputs = self.add(plugins.COEFFICIENTS, inputs, list(roles), plugin.NAMESPACE, **attributes)
+        replacements = []
+        for role, old, made in zip(roles, (match.post, match.comb, match.pre), outputs, strict=True):
+            made.dtype = ir.DataType.FLOAT
+            made.shape = ir.Shape([None, *old.shape[len(streams.shape) - behind :]])
+            lead = streams, len(streams.shape) - behind
+            replacements.append(_Replacement(old.tensor, self.restore(made, old, role, lead)))
         return replacements
 
     def contribution(self, plan: Plan) -> list[ir.Value]:
@@ -165,9 +198,13 @@ class _Writer:
 
     def integers(self, role: str, numbers: Any) -> ir.Value:
         """A constant of int64."""
-        tensor = ir.tensor(np.array(numbers, np.int64))
+        return self.constant(role, np.array(numbers, np.int64))
+
+    def constant(self, role: str, array: Array) -> ir.Value:
+        """A constant."""
+        tensor = ir.tensor(array)
         made = self.add("Constant", [], [role], value=tensor)[0]
-        made.dtype, made.shape = ir.DataType.INT64, ir.Shape([len(numbers)])
+        made.dtype, made.shape = tensor.dtype, ir.Shape(list(array.shape))
         return made
 
     def add(
