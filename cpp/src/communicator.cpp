@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 
@@ -51,6 +52,7 @@ struct Introduction {
     int32_t magic;
     int32_t tpSize, rank, hiddenSize, capacity, lanes, onError, waitMode, timeoutMs, device;
     int32_t ncclRows, ncclWorkspaceRows;
+    int32_t ncclSharesDevices;  // this process lets NCCL have several ranks on one device
     int32_t groupSize;
     int32_t group[MHC_MAX_GROUP];
     uint64_t process[2];
@@ -149,6 +151,9 @@ private:
         me.device = s_.device;
         me.ncclRows = s_.ncclRows;
         me.ncclWorkspaceRows = s_.ncclWorkspaceRows;
+        // NCCL's own switch, from 2.30 on.
+        char const* const shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+        me.ncclSharesDevices = shares != nullptr && std::strcmp(shares, "1") == 0 ? 1 : 0;
         me.groupSize = static_cast<int32_t>(s_.group.size());
         std::copy(s_.group.begin(), s_.group.end(), me.group);
         auto const process = processIdentity();
@@ -335,7 +340,9 @@ private:
     // Likewise.
     void decideOnNccl() {
         bool const apart = !noPeerAccess_.empty();
-        bool const shared = c_.ranksPerDevice_ > 1;
+        bool const allowed =
+            std::all_of(peers_.begin(), peers_.end(), [](Introduction const& peer) { return peer.ncclSharesDevices; });
+        bool const shared = c_.ranksPerDevice_ > 1 && !allowed;
         if (apart && (shared || s_.ncclRows < 0)) {
             fail(
                 MHC_PEER_FAILED, "mapping the peers' mailboxes failed on ", noPeerAccess_,

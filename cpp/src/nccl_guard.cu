@@ -9,6 +9,7 @@ namespace mhc {
 namespace {
 
 constexpr unsigned kMostBlocks = 128;
+constexpr int kEndThreads = 1024;
 
 __global__ void __launch_bounds__(kThreads) beginKernel(
     __grid_constant__ Mailbox const box, NcclProgress* progress, NcclBeat* beat,
@@ -33,36 +34,33 @@ __global__ void __launch_bounds__(kThreads) beginKernel(
     }
 }
 
-__global__ void __launch_bounds__(kThreads) endKernel(
+// One CTA: a read of the host's memory takes a microsecond, and those of several CTAs come one after another. Making
+// the sum NaN may take its time.
+__global__ void __launch_bounds__(kEndThreads) endKernel(
     __grid_constant__ Mailbox const box, NcclProgress* progress, NcclBeat* beat, uint32_t epoch, uint4* sum,
     size_t fragments, uint32_t owner) {
     __shared__ bool failed;
     if (threadIdx.x == 0) {
-        uint32_t const error = ptx::loadRelaxedDevice(&box.state->error);
         uint32_t const told = *const_cast<uint32_t const volatile*>(&box.record->kind);
+        uint32_t const error = ptx::loadRelaxedDevice(&box.state->error);
         uint32_t const now = progress->epoch;
         failed = error != MHC_ERROR_NONE || told != MHC_ERROR_NONE || now != epoch;
-        if (blockIdx.x == 0 && failed) {
-            if (told != MHC_ERROR_NONE) {
-                // The host has stopped the lane; kernels look at the device's word.
-                atomicCAS(&box.state->error, 0u, told);
-                if (box.trapOnError)
-                    __trap();
-            } else if (error == MHC_ERROR_NONE) {
-                recordError(box, owner, {MHC_ERROR_NCCL, -1, -1, 0, now, epoch, 2});
-            }
+        if (told != MHC_ERROR_NONE && error == MHC_ERROR_NONE) {
+            // The host has stopped the lane; other kernels look at the device's word.
+            atomicCAS(&box.state->error, 0u, told);
+            if (box.trapOnError)
+                __trap();
+        } else if (now != epoch && error == MHC_ERROR_NONE) {
+            recordError(box, owner, {MHC_ERROR_NCCL, -1, -1, 0, now, epoch, 2});
         }
-        if (blockIdx.x == 0) {
-            uint32_t const finished = progress->finished + 1;
-            progress->finished = finished;
-            *const_cast<uint32_t volatile*>(&beat->finished) = finished;
-        }
+        uint32_t const finished = progress->finished + 1;
+        progress->finished = finished;
+        *const_cast<uint32_t volatile*>(&beat->finished) = finished;
     }
     __syncthreads();
     if (!failed)
         return;
-    size_t const step = static_cast<size_t>(gridDim.x) * kThreads;
-    for (size_t i = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x; i < fragments; i += step)
+    for (size_t i = threadIdx.x; i < fragments; i += kEndThreads)
         sum[i] = filled(kNaNWord);
 }
 
@@ -81,10 +79,8 @@ cudaError_t launchNcclBegin(
 cudaError_t launchNcclEnd(
     Mailbox const& box, NcclProgress* progress, NcclBeat* beat, uint32_t epoch, uint4* sum, size_t fragments,
     uint32_t owner, cudaStream_t stream) {
-    size_t const blocks = (fragments + kThreads - 1) / kThreads;
     return launchKernel(
-        endKernel, dim3(blocks < kMostBlocks ? static_cast<unsigned>(blocks) : kMostBlocks), kThreads, 1,
-        Launch::kPlain, stream, box, progress, beat, epoch, sum, fragments, owner);
+        endKernel, dim3(1), kEndThreads, 1, Launch::kPlain, stream, box, progress, beat, epoch, sum, fragments, owner);
 }
 
 cudaError_t loadNcclKernels() {

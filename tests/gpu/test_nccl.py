@@ -47,7 +47,7 @@ def nccl_version() -> str:
 
 def one_rank(**options: int) -> Communicator:
     return Communicator.threads(
-        "nccl alone", tp_size=1, rank=0, device=0, hidden_size=5120, timeout_s=10, nccl_rows=THRESHOLD, **options
+        "nccl alone", tp_size=1, rank=0, device=0, hidden_size=5120, timeout_s=60, nccl_rows=THRESHOLD, **options
     )
 
 
@@ -79,7 +79,7 @@ def test_every_operation_around_the_threshold(rows: int, hidden: int) -> None:
             rank=0,
             device=0,
             hidden_size=hidden,
-            timeout_s=10,
+            timeout_s=60,
             nccl_rows=THRESHOLD,
             nccl_workspace_rows=64,
         ) as communicator,

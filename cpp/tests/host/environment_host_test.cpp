@@ -136,20 +136,26 @@ TEST(EnvironmentGroup, TheGroupsRankIsTheIndexOfTheWorldRank) {
 }
 
 TEST(EnvironmentGroup, WhatIsGivenWinsOverTheVariables) {
-    Table const table =
-        with(kOwn, {{"TRTLLM_MHC_CAPACITY", "7"}, {"TRTLLM_MHC_TIMEOUT_MS", "1500"}, {"TRTLLM_MHC_ON_ERROR", "raise"}});
+    Table const table = with(
+        kOwn, {{"TRTLLM_MHC_CAPACITY", "7"},
+               {"TRTLLM_MHC_TIMEOUT_MS", "1500"},
+               {"TRTLLM_MHC_ON_ERROR", "raise"},
+               {"TRTLLM_MHC_NCCL_ROWS", "-1"}});
     mhcCommConfig config = configOf(2);
     CommSettings settings = readEnvironmentGroup(&config, from(table)).settings;
     EXPECT_EQ(settings.capacity, 7);
     EXPECT_EQ(settings.timeout, std::chrono::milliseconds(1500));
     EXPECT_EQ(settings.onError, MHC_ON_ERROR_RAISE);
     EXPECT_EQ(settings.device, 1);
+    EXPECT_EQ(settings.ncclRows, -1);
+    config.nccl_rows = 300;
     config.capacity = 9;
     config.timeout_ms = 20;
     config.on_error = MHC_ON_ERROR_TRAP;
     config.device = 0;
     settings = readEnvironmentGroup(&config, from(table)).settings;
     EXPECT_EQ(settings.capacity, 9);
+    EXPECT_EQ(settings.ncclRows, 300);
     EXPECT_EQ(settings.timeout, std::chrono::milliseconds(20));
     EXPECT_EQ(settings.onError, MHC_ON_ERROR_TRAP);
     EXPECT_EQ(settings.device, 0);
