@@ -402,6 +402,20 @@ mhcStatus mhcPublish(mhcComm_t comm, int32_t lane, void const* x, int32_t rows, 
     return guarded([&] { Registry::instance().get(comm)->publish(lane, x, rows, mhc::streamOf(stream)); });
 }
 
+mhcStatus mhcCommPublishTarget(mhcComm_t comm, int32_t lane, mhcPublishTarget* target) {
+    return guarded([&] {
+        require(target != nullptr, "target is NULL");
+        require(
+            target->struct_size == sizeof(mhcPublishTarget), "mhcPublishTarget.struct_size is ", target->struct_size,
+            ", expected ", sizeof(mhcPublishTarget), ": header and library differ");
+        Registry::instance().get(comm)->publishTarget(lane, *target);
+    });
+}
+
+mhcStatus mhcMarkPublished(mhcComm_t comm, int32_t lane, uint32_t owner, int32_t rows, void* stream) {
+    return guarded([&] { Registry::instance().get(comm)->markPublished(lane, owner, rows, mhc::streamOf(stream)); });
+}
+
 mhcStatus mhcBoundaryLocal(int32_t hidden, mhcBoundaryArgs const* args, void* stream) {
     return guarded([&] {
         require(args != nullptr, "args is NULL");

@@ -66,6 +66,8 @@ public:
 
     void boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t stream);
     void publish(int lane, void const* x, int rows, cudaStream_t stream);
+    void publishTarget(int lane, mhcPublishTarget& target) const;
+    void markPublished(int lane, uint32_t owner, int rows, cudaStream_t stream);
     void allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream);
     void allReduceNccl(int lane, void const* x, void* sum, int rows, cudaStream_t stream);
 
@@ -76,6 +78,7 @@ private:
     void fill();
     void release() noexcept;
     void checkUsable(int lane) const;
+    int producerRows() const;
     void launchPublishOf(Mailbox const& box, BoundaryArgs const& args, Chunk const& chunk, cudaStream_t stream) const;
 
     bool viaNccl(int rows) const { return ncclRows_ > 0 && rows >= ncclRows_; }

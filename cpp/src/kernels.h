@@ -69,6 +69,8 @@ cudaError_t launchFill(void* memory, size_t bytes, cudaStream_t stream);
 cudaError_t launchPublish(Mailbox const& box, uint4 const* x, Chunk const& chunk, Launch how, cudaStream_t stream);
 cudaError_t launchFinalizePublish(
     Mailbox const& box, FinalizeInput const& input, Chunk const& chunk, Launch how, cudaStream_t stream);
+// The ticket, header and note of rows that a producer has stored.
+cudaError_t launchMarkPublished(Mailbox const& box, Chunk const& chunk, cudaStream_t stream);
 cudaError_t launchGate(Mailbox const& box, Chunk const& chunk, cudaStream_t stream);
 cudaError_t launchBoundary(
     BoundaryShape const& shape, Mailbox const& box, BoundaryArgs const& args, Launch how, cudaStream_t stream);

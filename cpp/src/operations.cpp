@@ -211,6 +211,47 @@ void Communicator::allReduceNccl(int lane, void const* x, void* sum, int rows, c
     nccl_->sum(boxes_[static_cast<size_t>(lane)], args.x, args.residualOut, {}, chunk, stream);
 }
 
+// Rows that a producer can store itself: from nccl_rows on, nothing goes through the mailbox.
+int Communicator::producerRows() const {
+    require(settings_.tpSize > 1, "publishing needs a group of more than one rank");
+    int const rows = ncclRows_ > 0 ? std::min(settings_.capacity, ncclRows_ - 1) : settings_.capacity;
+    if (rows == 0)
+        fail(MHC_UNSUPPORTED, "there is no mailbox to store into: ", transportReason_);
+    return rows;
+}
+
+void Communicator::publishTarget(int lane, mhcPublishTarget& target) const {
+    int const rows = producerRows();
+    require(lane >= 0 && lane < settings_.lanes, "lane must be in 0 .. ", settings_.lanes - 1, ", got ", lane);
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    require(!closed_, "the communicator is closed");
+    Mailbox const& box = boxes_[static_cast<size_t>(lane)];
+    target.tp_size = box.tpSize;
+    target.rank = box.rank;
+    target.hidden_size = box.hiddenSize;
+    target.capacity = rows;
+    target.owner = nextOwner();
+    for (int r = 0; r < MHC_MAX_RANKS; ++r)
+        target.slots[r] = r < box.tpSize ? box.slots[r] : nullptr;
+    target.generation_stride = slotOffset(box, 1, 0, 0, 0) * sizeof(uint4);
+    target.rank_stride = slotOffset(box, 0, 1, 0, 0) * sizeof(uint4);
+    target.row_stride = slotOffset(box, 0, 0, 1, 0) * sizeof(uint4);
+    target.state = box.rows;
+}
+
+void Communicator::markPublished(int lane, uint32_t owner, int rows, cudaStream_t stream) {
+    int const most = producerRows();
+    require(rows >= 0 && rows <= most, "rows that a producer stored must be in 0 .. ", most, ", got ", rows);
+    require(owner != 0, "owner must be the one of a publish target, got 0");
+    checkUsable(lane);
+    if (rows == 0)
+        return;
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    require(!closed_, "the communicator is closed");
+    Chunk const chunk{0, rows, rows, owner, operationWord(Published::kByProducer, Consumer::kUnknown)};
+    checkCuda(launchMarkPublished(boxes_[static_cast<size_t>(lane)], chunk, stream), "launching the end of a publish");
+}
+
 void Communicator::allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream) {
     if (viaNccl(rows)) {
         allReduceNccl(lane, x, sum, rows, stream);

@@ -58,6 +58,28 @@ __global__ void __launch_bounds__(kThreads) finalizePublishKernel(
     });
 }
 
+// The rest of a publish whose producer stored the rows: one CTA a row.
+__global__ void __launch_bounds__(32)
+    markPublishedKernel(__grid_constant__ Mailbox const box, __grid_constant__ Chunk const chunk) {
+    ptx::gridDependencyWait();
+    ptx::launchDependents();
+    int const token = static_cast<int>(blockIdx.x);
+    bool granted = false;
+    uint32_t sequence = 0;
+    if (threadIdx.x == 0)
+        granted = takeTicket(box, token, chunk.owner, sequence);
+    granted = __shfl_sync(0xFFFFFFFFu, static_cast<int>(granted), 0) != 0;
+    sequence = __shfl_sync(0xFFFFFFFFu, sequence, 0);
+    if (!granted)
+        return;
+    __threadfence_system();  // the producer's rows before their header
+    publishHeader<true>(box, token, headerOf(box, sequence, chunk.totalRows, chunk.operation));
+    if (threadIdx.x == 0) {
+        box.rows[token].operation = chunk.operation;
+        box.rows[token].rows = static_cast<uint32_t>(chunk.totalRows);
+    }
+}
+
 // Waits for all headers so that the consumer, launched after it, finds everything in place. Where ranks share a device
 // this one CTA is all that ever waits there: consumers that spun would keep the peers' kernels off the device.
 __global__ void __launch_bounds__(kThreads)
@@ -117,6 +139,11 @@ cudaError_t launchFinalizePublish(
         box, input, chunk);
 }
 
+cudaError_t launchMarkPublished(Mailbox const& box, Chunk const& chunk, cudaStream_t stream) {
+    return launchKernel(
+        markPublishedKernel, dim3(static_cast<unsigned>(chunk.rows)), 32, 1, Launch::kOverlapped, stream, box, chunk);
+}
+
 cudaError_t launchGate(Mailbox const& box, Chunk const& chunk, cudaStream_t stream) {
     return launchKernel(gateKernel, dim3(1), kThreads, 1, Launch::kPlain, stream, box, chunk);
 }
@@ -130,8 +157,8 @@ cudaError_t launchFill(void* memory, size_t bytes, cudaStream_t stream) {
 
 cudaError_t loadPublishKernels() {
     return loadKernels(
-        {kernelAddress(publishKernel), kernelAddress(finalizePublishKernel), kernelAddress(gateKernel),
-         kernelAddress(fillKernel)});
+        {kernelAddress(publishKernel), kernelAddress(finalizePublishKernel), kernelAddress(markPublishedKernel),
+         kernelAddress(gateKernel), kernelAddress(fillKernel)});
 }
 
 }  // namespace mhc

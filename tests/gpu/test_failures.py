@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.gpu.kernels import kernels
 from tests.gpu.loopback import BF16, DeviceInputs, Loopback, bf16, make_inputs
 from trtllm_mhc.runtime.communicator import Communicator, Finalize
 from trtllm_mhc.runtime.cuda import DeviceArray, Stream
 from trtllm_mhc.runtime.library import ErrorKind, HeaderField, MailboxError
 
 TIMEOUT_S = 0.5
+ROOT = Path(__file__).parents[2]
 
 
 def assert_poisoned(call: DeviceInputs, stream: Stream) -> None:
@@ -223,3 +228,154 @@ def test_wrong_arguments_never_reach_a_kernel() -> None:
     with Loopback(2) as group:
         group.run(work)
         works_after_reset(group)
+
+
+@pytest.mark.parametrize("wait_mode", ["spin", "gate"])
+def test_a_peer_that_never_arrives_at_replays(wait_mode: str) -> None:
+    """Five replays of ten boundaries are queued: all end within one time-out, and so does what is queued after it."""
+    inputs = make_inputs(np.random.default_rng(6), 2, 3, 5120)
+
+    def work(rank: int, communicator: Communicator, stream: Stream) -> float:
+        call = DeviceInputs(inputs, rank)
+        with stream.capture() as graph:
+            for _ in range(10):
+                call.boundary(communicator, stream)
+        group.barrier()
+        graph.launch(stream)
+        stream.synchronize()
+        group.barrier()
+        if rank == 1:
+            return 0.0
+        start = time.monotonic()
+        call.poison()
+        for _ in range(5):
+            graph.launch(stream)
+        stream.synchronize()
+        elapsed = time.monotonic() - start
+        assert_poisoned(call, stream)
+        record = communicator.status()
+        assert record is not None
+        assert (record.kind, record.rank, record.sequence) == (ErrorKind.TIMEOUT, 1, 10)
+        call.layer_input.fill_bytes(0)  # type: ignore[union-attr]
+        call.residual_out.fill_bytes(0)
+        start = time.monotonic()
+        graph.launch(stream)
+        stream.synchronize()
+        assert time.monotonic() - start < TIMEOUT_S / 2  # a stopped lane is not waited at
+        assert_poisoned(call, stream)
+        return elapsed
+
+    with Loopback(2, timeout_s=TIMEOUT_S, wait_mode=wait_mode) as group:
+        assert max(group.run(work)) < 1.8 * TIMEOUT_S
+        works_after_reset(group)
+
+
+def test_other_rows_in_replays() -> None:
+    by_rank = [make_inputs(np.random.default_rng(rank), 2, 4 + 3 * rank, 5120) for rank in range(2)]
+
+    def work(rank: int, communicator: Communicator, stream: Stream) -> None:
+        call = DeviceInputs(by_rank[rank], rank)
+        with stream.capture() as graph:
+            for _ in range(5):
+                call.boundary(communicator, stream)
+        group.barrier()
+        start = time.monotonic()
+        graph.launch(stream)
+        stream.synchronize()
+        assert time.monotonic() - start < 2
+        assert_poisoned(call, stream)
+        record = communicator.status()
+        assert record is not None
+        assert (record.kind, record.field) == (ErrorKind.HEADER_MISMATCH, HeaderField.ROWS)
+
+    with Loopback(2) as group:
+        group.run(work)
+        works_after_reset(group)
+
+
+@pytest.mark.parametrize("wait_mode", ["spin", "gate"])
+def test_a_peer_that_is_late(wait_mode: str) -> None:
+    """Late by less than the time-out is right. By more: the others have given up; the late rank still gets what they
+    had sent, and an error for the call after it."""
+    inputs = make_inputs(np.random.default_rng(7), 2, 3, 5120)
+    expected = inputs.expected()
+
+    def work(rank: int, communicator: Communicator, stream: Stream) -> None:
+        own = kernels()
+        call = DeviceInputs(inputs, rank)
+        group.barrier()
+        if rank == 1:
+            own.sleep(0.5 * TIMEOUT_S, stream)
+        call.boundary(communicator, stream)
+        call.check(expected, stream, f" of rank {rank}, late by half a time-out")
+        group.barrier()
+        call.poison()
+        if rank == 1:
+            own.sleep(1.5 * TIMEOUT_S, stream)
+        call.boundary(communicator, stream)
+        if rank == 1:
+            call.check(expected, stream, " of the late rank")
+            start = time.monotonic()
+            for _ in range(5):
+                call.boundary(communicator, stream)
+            stream.synchronize()
+            assert time.monotonic() - start < 1.8 * TIMEOUT_S
+        stream.synchronize()
+        assert_poisoned(call, stream)
+        record = communicator.status()
+        assert record is not None
+        assert (record.kind, record.rank, record.sequence) == (ErrorKind.TIMEOUT, 1 - rank, 1 + rank)
+
+    with Loopback(2, timeout_s=TIMEOUT_S, wait_mode=wait_mode) as group:
+        group.run(work)
+        works_after_reset(group)
+
+
+TRAPPING = """
+import sys
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.gpu.loopback import DeviceInputs, Loopback, make_inputs
+from trtllm_mhc.runtime.cuda import CudaError, CudaTimeoutError
+
+inputs = make_inputs(np.random.default_rng(0), 2, 3, 5120)
+group = Loopback(2, timeout_s=0.5, on_error="trap", wait_mode=sys.argv[1])
+
+
+def work(rank, communicator, stream):
+    call = DeviceInputs(inputs, rank)
+    with stream.capture() as graph:
+        call.boundary(communicator, stream)
+    group.barrier()
+    if rank == 0:
+        start = time.monotonic()
+        graph.launch(stream)
+        try:
+            stream.synchronize(20)
+        except CudaTimeoutError:
+            raise
+        except CudaError as error:
+            print(f"trapped: {error.name}, {communicator.status()}")
+            assert time.monotonic() - start < 2, time.monotonic() - start
+            return
+        raise AssertionError("the kernel ended as if all were well")
+
+
+group.run(work)
+"""
+
+
+@pytest.mark.parametrize("wait_mode", ["spin", "gate"])
+def test_a_kernel_traps_where_it_was_told_to(wait_mode: str) -> None:
+    """In a process of its own: after a trap its device can do nothing more for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAPPING, wait_mode], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trapped: cudaError" in done.stdout
+    assert "nothing from rank 1" in done.stdout

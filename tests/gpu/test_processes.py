@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import queue
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,35 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.gpu.folder_all_gather import FolderAllGather
 from tests.gpu.loopback import DeviceInputs, make_inputs
 from trtllm_mhc.runtime import cuda
 from trtllm_mhc.runtime.communicator import Communicator
 from trtllm_mhc.runtime.library import ErrorKind, MailboxError
-
-TIMEOUT_S = 20.0
-
-
-class FolderAllGather:
-    """An all-gather through files of one folder."""
-
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
-        self._folder, self._rank, self._size, self._round = folder, rank, size, 0
-
-    def __call__(self, mine: bytes) -> list[bytes]:
-        def path(rank: int) -> Path:
-            return self._folder / f"{self._round}.{rank}"
-
-        partial = self._folder / f"{self._round}.{self._rank}.partial"
-        partial.write_bytes(mine)
-        partial.rename(path(self._rank))
-        end = time.monotonic() + TIMEOUT_S
-        while not all(path(rank).exists() for rank in range(self._size)):
-            if time.monotonic() > end:
-                raise TimeoutError(f"rank {self._rank}: the others did not come")
-            time.sleep(0.001)
-        parts = [path(rank).read_bytes() for rank in range(self._size)]
-        self._round += 1
-        return parts
 
 
 def _rank(rank: int, size: int, folder: Path, dies: bool, results: Any) -> None:
@@ -107,3 +86,106 @@ def test_boundaries_between_processes(tmp_path: Path, size: int) -> None:
 def test_a_process_that_ends_without_a_word(tmp_path: Path) -> None:
     """Rank 0 leaves after a few calls; the other one's next boundary ends with rank 0 named."""
     _run(2, tmp_path, dies=True)
+
+
+FAILURE_TIMEOUT_S = 2.0
+
+
+def _fails(rank: int, size: int, folder: Path, how: str, captured: bool, results: Any) -> None:
+    """The last rank is killed, or stopped for a while, with boundaries under way on all ranks."""
+    try:
+        device = rank % cuda.device_count()
+        cuda.set_device(device)
+        gather = FolderAllGather(folder, rank, size)
+        communicator = Communicator.all_gather(
+            gather, tp_size=size, rank=rank, device=device, hidden_size=5120, lanes=16, timeout_s=FAILURE_TIMEOUT_S
+        )
+        inputs = make_inputs(np.random.default_rng(0), size, 3, 5120)
+        expected = inputs.expected()
+        call = DeviceInputs(inputs, rank)
+        stream = cuda.Stream()
+
+        def enqueue() -> None:
+            for _ in range(10):
+                call.boundary(communicator, stream)
+
+        with stream.capture() as graph:
+            enqueue()
+        gather(b"ready")
+        enqueue()
+        call.check(expected, stream, f" on rank {rank}")
+        gather(b"alive")
+        begin = time.monotonic()
+        with contextlib.suppress(MailboxError):  # eager calls find out while they are being enqueued
+            for _ in range(20):
+                graph.launch(stream) if captured else enqueue()
+                if rank == size - 1 and how in ("killed", "stopped"):
+                    os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+                    how = "continued"
+        stream.synchronize(30)
+        seconds = time.monotonic() - begin
+        record = communicator.status()
+        assert record is not None
+        assert record.kind == ErrorKind.TIMEOUT
+        assert record.rank != rank
+        for output in (call.residual_out, call.layer_input):
+            assert output is not None
+            assert np.isnan(output.to_numpy(stream).astype(np.float32)).all()
+        results.put((rank, "error", record.rank, seconds))
+        if how in ("stopped", "continued"):
+            communicator.reset()
+            enqueue()
+            call.check(expected, stream, f" on rank {rank} after the reset")
+            graph.launch(stream)
+            call.check(expected, stream, f" of a replay on rank {rank} after the reset")
+        free = cuda.call("cudaMemGetInfo")[0]
+        communicator.close()
+        if how == "killed":  # nobody else allocates or frees now
+            assert cuda.call("cudaMemGetInfo")[0] - free > 0.9 * communicator.info.mailbox_bytes
+        results.put((rank, "done", -1, 0.0))
+    except BaseException as error:
+        results.put((rank, f"{type(error).__name__}: {error}", -1, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("how", "captured", "size"),
+    [("killed", True, 2), ("killed", False, 4), ("stopped", True, 4), ("stopped", False, 2)],
+)
+def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, how: str, captured: bool, size: int) -> None:
+    """The others end within one time-out with NaN and the rank's number, and leave by themselves; a rank that was only
+    stopped finds out when it goes on, and a collective reset makes the group work again."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_fails, args=(rank, size, tmp_path, how, captured, results), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    victim = size - 1
+    survivors = set(range(size - 1))
+    blamed: dict[int, int] = {}
+    done: set[int] = set()
+    end = time.monotonic() + 80
+    try:
+        while done != (survivors if how == "killed" else survivors | {victim}):
+            rank, what, other, seconds = results.get(timeout=max(0.1, end - time.monotonic()))
+            assert what in ("error", "done"), f"rank {rank}: {what}"
+            if what == "done":
+                done.add(rank)
+                continue
+            blamed[rank] = other
+            if rank != victim:
+                # One time-out for up to 200 boundaries; processes that share a device take turns, hence the allowance.
+                assert seconds < 1.9 * FAILURE_TIMEOUT_S
+            if how == "stopped" and set(blamed) == survivors:
+                os.kill(processes[victim].pid or 0, signal.SIGCONT)
+        for process in processes:
+            process.join(15)
+            assert not process.is_alive()
+        assert processes[victim].exitcode == (-signal.SIGKILL if how == "killed" else 0)
+        # Who had the victim's last contribution waits for one who had not.
+        assert victim in {blamed[rank] for rank in survivors}
+    finally:
+        for process in processes:
+            process.kill()

@@ -140,6 +140,49 @@ class BoundaryOutputs:
     layer_input: DeviceArray | None
 
 
+@dataclass(frozen=True)
+class PublishTarget:
+    """Where a producer that is not ours stores its contribution to a boundary, and how.
+
+    In kernels of this rank's device, ordered after the lane's call before, it does for every row t < M:
+
+    1. If it can: compare-and-swap `ticket` of row t from 0 to `owner`. When another number was there, it stores nothing
+       for any row. Without this step, a second user of the lane that comes and goes between the producer's stores and
+       `Communicator.mark_published` is not found.
+    2. Read n = `next` of row t; g = n mod 3.
+    3. Store the row, H bf16, with -0 (0x8000) turned into +0, at every address
+       slots[r] + g * generation_stride + rank * rank_stride + t * row_stride. Each element once; no rows beyond M;
+       visible system-wide when the kernel has ended (plain stores are).
+
+    Then `mark_published` in the same stream does the rest. The addresses hold for the communicator's lifetime; one
+    target serves one producer at a time. Source: the C interface's `mhcPublishTarget`.
+
+    Attributes:
+        slots: for each rank the address of its mailbox lane as this rank reaches it.
+        generation_stride: bytes between generations.
+        rank_stride: bytes between the contributions of two ranks.
+        row_stride: bytes between rows.
+        state: address of this rank's rows' state, 16 bytes a row: uint32 next, ticket, operation, rows. Only `ticket`
+            may be written.
+        owner: the number under which this producer takes tickets.
+        rank: this rank's index in the group.
+        capacity: the largest M.
+        hidden_size: H.
+        lane: the mailbox lane.
+    """
+
+    slots: tuple[int, ...]
+    generation_stride: int
+    rank_stride: int
+    row_stride: int
+    state: int
+    owner: int
+    rank: int
+    capacity: int
+    hidden_size: int
+    lane: int
+
+
 class Communicator:
     """One rank's end of the group. Made by `threads`, `all_gather`, `from_environment` or `from_nccl`."""
 
@@ -317,6 +360,11 @@ class Communicator:
             raise c_api.InvalidArgumentError("the communicator is closed", c_api.Status.INVALID_ARGUMENT)
         return self._handle
 
+    @property
+    def library(self) -> Library:
+        """The C interface that `handle` belongs to."""
+        return self._library
+
     def close(self) -> None:
         """Collective unless a lane is in error: waits for the device's work, then frees. Later calls do nothing."""
         if self._handle:
@@ -412,6 +460,40 @@ class Communicator:
         _expect("x", x, (rows, self.info.hidden_size), _BF16)
         self._check(self._library.mhcPublish(self.handle, lane, x.pointer, rows, stream.handle), "publish", lane)
 
+    def publish_target(self, lane: int = 0) -> PublishTarget:
+        """Where a producer of the caller's own stores its contribution; `PublishTarget` says how.
+
+        Raises:
+            InvalidArgumentError: the group has one rank, or there is no such lane.
+        """
+        target = c_api.CPublishTarget(struct_size=ctypes.sizeof(c_api.CPublishTarget))
+        self._check(self._library.mhcCommPublishTarget(self.handle, lane, ctypes.byref(target)), "publish target", lane)
+        return PublishTarget(
+            slots=tuple(target.slots[: target.tp_size]),
+            generation_stride=target.generation_stride,
+            rank_stride=target.rank_stride,
+            row_stride=target.row_stride,
+            state=target.state,
+            owner=target.owner,
+            rank=target.rank,
+            capacity=target.capacity,
+            hidden_size=target.hidden_size,
+            lane=lane,
+        )
+
+    def mark_published(self, target: PublishTarget, rows: int, *, stream: int) -> None:
+        """Ends the publish of `rows` rows that a producer has stored through `target`: ticket, headers and the note.
+
+        `stream` is a cudaStream_t; the producer's kernels precede in it. A boundary with `published=True` must be the
+        lane's next call.
+
+        Raises:
+            InvalidArgumentError: more rows than the capacity.
+            MailboxError: the lane is in error.
+        """
+        status = self._library.mhcMarkPublished(self.handle, target.lane, target.owner, rows, stream)
+        self._check(status, "end of a publish", target.lane)
+
     def boundary(
         self,
         x: DeviceArray | Finalize | None,
@@ -498,9 +580,17 @@ class Communicator:
                 raise ValueError(f"mxfp8 scales: expected at least {needed} bytes, got {scales.nbytes}")
             args.mxfp8_data = data.pointer
             args.mxfp8_scales = scales.pointer
-        status = self._library.mhcBoundary(self.handle, lane, ctypes.byref(args), stream.handle)
-        self._check(status, "boundary", lane)
+        self.enqueue(args, lane=lane, stream=stream.handle)
         return BoundaryOutputs(residual_out, layer_input)
+
+    def enqueue(self, args: c_api.CBoundaryArgs, *, stream: int, lane: int = 0) -> None:
+        """A boundary on pointers that the caller has checked; `stream` is a cudaStream_t.
+
+        Raises:
+            InvalidArgumentError: what is given does not go together.
+            MailboxError: the lane is in error.
+        """
+        self._check(self._library.mhcBoundary(self.handle, lane, ctypes.byref(args), stream), "boundary", lane)
 
     # ---- internals ----------------------------------------------------------------------------------------------
 

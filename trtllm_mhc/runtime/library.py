@@ -203,6 +203,24 @@ class CCoefficientsArgs(ctypes.Structure):
     ]
 
 
+class CPublishTarget(ctypes.Structure):
+    """`mhcPublishTarget`."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("tp_size", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("hidden_size", ctypes.c_int32),
+        ("capacity", ctypes.c_int32),
+        ("owner", ctypes.c_uint32),
+        ("slots", ctypes.c_void_p * MAX_RANKS),
+        ("generation_stride", ctypes.c_size_t),
+        ("rank_stride", ctypes.c_size_t),
+        ("row_stride", ctypes.c_size_t),
+        ("state", ctypes.c_void_p),
+    ]
+
+
 AllGatherFn = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -355,6 +373,11 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "mhcMxfp8ScaleBytes": (ctypes.c_size_t, [ctypes.c_int32, ctypes.c_int32]),
     "mhcBoundary": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.POINTER(CBoundaryArgs), ctypes.c_void_p]),
     "mhcPublish": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]),
+    "mhcCommPublishTarget": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.POINTER(CPublishTarget)]),
+    "mhcMarkPublished": (
+        ctypes.c_int,
+        [_COMM, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int32, ctypes.c_void_p],
+    ),
     "mhcBoundaryLocal": (ctypes.c_int, [ctypes.c_int32, ctypes.POINTER(CBoundaryArgs), ctypes.c_void_p]),
     "mhcAllReduce": (
         ctypes.c_int,

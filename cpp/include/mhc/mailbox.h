@@ -18,7 +18,8 @@
 //             compares every header with what it expects; computes; stores the fill pattern over what it consumed.
 //             When all CTAs of the row have come that far, one thread clears the headers, writes next = n + 1 and
 //             gives the ticket back.
-// Both may be one kernel. As two, publish leaves a note {operation, rows} that the consumer checks.
+// Both may be one kernel. As two, publish leaves a note {operation, rows} that the consumer checks. A producer that is
+// not ours stores rows only; a kernel after it does the rest of the publish (mhcMarkPublished).
 //
 // A rank can store a row into generation g again only in call n + 3. Before that it has consumed n + 2, for which it
 // needed this rank's publish of n + 2, which follows this rank's consume of n + 1 in stream order, and so the clearing

@@ -217,6 +217,37 @@ MHC_API mhcStatus mhcBoundary(mhcComm_t comm, int32_t lane, mhcBoundaryArgs cons
 // Stores x into the mailbox, as a producer does for a boundary with published = 1, which must be the lane's next call.
 // At most `capacity` rows. Does nothing where M goes through NCCL.
 MHC_API mhcStatus mhcPublish(mhcComm_t comm, int32_t lane, void const* x, int32_t rows, void* stream);
+
+// For a producer that is not ours and stores its contribution into the mailbox itself, ahead of a boundary with
+// published = 1. Addresses are those at which this rank reaches the memory, valid as long as the communicator; strides
+// are in bytes.
+//
+// In kernels that run on this device and are ordered after the lane's call before, the producer, for every row t < M:
+//   1. may take the row's ticket: compare-and-swap of `state[t].ticket` from 0 to `owner`. If another number was there,
+//      it stores nothing for any row. Without this step a second user of the lane that comes and goes between the
+//      producer's stores and mhcMarkPublished is not found;
+//   2. reads n = `state[t].next`; g = n mod 3;
+//   3. stores the row, H bf16 in which -0 (0x8000) has become +0, at every r < tp_size:
+//        slots[r] + g * generation_stride + rank * rank_stride + t * row_stride
+//      with stores that are visible system-wide once the kernel has ended. Each element once; no rows t >= M.
+// Then mhcMarkPublished in the same stream does what is left: ticket, headers, and the note for the consumer. Nothing
+// but `ticket` may be written in `state`.
+typedef struct mhcPublishTarget {
+    uint32_t struct_size;
+    int32_t tp_size, rank, hidden_size;
+    int32_t capacity;  // the largest M: the mailbox's capacity, or less where NCCL takes over
+    uint32_t owner;    // under which this target's user takes tickets
+    void* slots[MHC_MAX_RANKS];
+    size_t generation_stride;
+    size_t rank_stride;
+    size_t row_stride;
+    void* state;  // [capacity] of {uint32_t next, ticket, operation, rows}
+} mhcPublishTarget;
+// One target serves one producer at a time; every call hands out another `owner`.
+MHC_API mhcStatus mhcCommPublishTarget(mhcComm_t comm, int32_t lane, mhcPublishTarget* target);
+// Ends the publish of `rows` rows that a producer stored as above. The boundary must be the lane's next call.
+MHC_API mhcStatus mhcMarkPublished(mhcComm_t comm, int32_t lane, uint32_t owner, int32_t rows, void* stream);
+
 // The same arithmetic with this rank's contribution alone: tp_size 1, and a plugin whose phase gate is closed.
 MHC_API mhcStatus mhcBoundaryLocal(int32_t hidden, mhcBoundaryArgs const* args, void* stream);
 // sum = the fp32 sum in rank order, rounded once to bf16. x and sum may not overlap.

@@ -212,6 +212,10 @@ cudaError_t launchFinalizePublish(Mailbox const&, FinalizeInput const&, Chunk co
     return cudaSuccess;
 }
 
+cudaError_t launchMarkPublished(Mailbox const&, Chunk const&, cudaStream_t) {
+    return cudaSuccess;
+}
+
 cudaError_t launchGate(Mailbox const&, Chunk const&, cudaStream_t) {
     return cudaSuccess;
 }

@@ -19,6 +19,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "mhcCommConfig": c_api.CCommConfig,
     "mhcCommInfo": c_api.CCommInfo,
     "mhcBoundaryArgs": c_api.CBoundaryArgs,
+    "mhcPublishTarget": c_api.CPublishTarget,
     "mhcCoefficientsArgs": c_api.CCoefficientsArgs,
 }
 ENUMS = {
