@@ -6,7 +6,9 @@
 
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -127,6 +129,52 @@ TEST(Communicator, OtherHiddenSizesAreRefusedBeforeAnybodyWaits) {
         EXPECT_EQ(mhcCommCreateThreads(&comm, &config, "hidden"), MHC_INVALID_ARGUMENT);
         EXPECT_NE(std::string(mhcLastError()).find("4096, 5120 or 7168"), std::string::npos) << mhcLastError();
     }
+}
+
+TEST(Communicator, PublishTargetsOfAllRanksNameTheSameMemory) {
+    std::array<std::array<mhcPublishTarget, 2>, kRanks> targets{};  // of each rank, for each lane
+    std::array<mhcComm_t, kRanks> comms{};
+    onThreads(kRanks, [&](int rank) {
+        mhcCommConfig const config = configOf(rank, kRanks);
+        auto const at = static_cast<size_t>(rank);
+        ASSERT_EQ(mhcCommCreateThreads(&comms[at], &config, "targets"), MHC_SUCCESS) << mhcLastError();
+        for (int lane = 0; lane < 2; ++lane) {
+            mhcPublishTarget& target = targets[at][static_cast<size_t>(lane)];
+            target.struct_size = sizeof(target);
+            ASSERT_EQ(mhcCommPublishTarget(comms[at], lane, &target), MHC_SUCCESS) << mhcLastError();
+        }
+    });
+    std::set<uint32_t> owners;
+    std::set<void*> states;
+    for (auto const& lanes : targets) {
+        for (size_t lane = 0; lane < 2; ++lane) {
+            mhcPublishTarget const& target = lanes[lane];
+            owners.insert(target.owner);
+            states.insert(target.state);
+            EXPECT_EQ(target.row_stride, size_t{2} * 4096);
+            EXPECT_EQ(target.rank_stride, 2 * target.row_stride);
+            EXPECT_EQ(target.generation_stride, kRanks * target.rank_stride);
+            for (size_t r = 0; r < MHC_MAX_RANKS; ++r)
+                EXPECT_EQ(target.slots[r], r < kRanks ? targets[r][lane].slots[r] : nullptr);
+        }
+        // Three generations of one lane end where the next lane's may begin.
+        auto const first = reinterpret_cast<uintptr_t>(lanes[0].slots[0]);
+        EXPECT_GE(reinterpret_cast<uintptr_t>(lanes[1].slots[0]), first + 3 * lanes[0].generation_stride);
+    }
+    EXPECT_EQ(owners.size(), size_t{2} * kRanks);
+    EXPECT_EQ(owners.count(0), 0U);
+    EXPECT_EQ(states.size(), size_t{2} * kRanks);
+
+    mhcPublishTarget target{};
+    EXPECT_EQ(mhcCommPublishTarget(comms[0], 0, &target), MHC_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(mhcLastError()).find("mhcPublishTarget.struct_size is 0"), std::string::npos);
+    target.struct_size = sizeof(target);
+    EXPECT_EQ(mhcCommPublishTarget(comms[0], 2, &target), MHC_INVALID_ARGUMENT);
+    EXPECT_EQ(mhcMarkPublished(comms[0], 0, 0, 1, nullptr), MHC_INVALID_ARGUMENT);
+    EXPECT_EQ(mhcMarkPublished(comms[0], 0, 1, 3, nullptr), MHC_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(mhcLastError()).find("capacity = 2, got 3"), std::string::npos) << mhcLastError();
+    EXPECT_EQ(mhcMarkPublished(comms[0], 0, 1, 2, nullptr), MHC_SUCCESS) << mhcLastError();
+    onThreads(kRanks, [&](int rank) { mhcCommDestroy(comms[static_cast<size_t>(rank)]); });
 }
 
 // Plugins hold, look for and let go of handles on their threads while others use and destroy them.
