@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -107,8 +108,9 @@ def test_all_zero_row_with_the_models_epsilon() -> None:
 def test_all_reduce(tp: int) -> None:
     rng = np.random.default_rng(tp)
     cases = [[bf16(rng, rows, 5120) for _ in range(tp)] for rows in (1, 5, 64, 200)]
-    # +1e4, -1e4, 1 in every order: bf16 partial sums would lose the 1
-    cases.append([np.full((2, 5120), value, BF16) for value in np.resize([1e4, -1e4, 1.0], tp)])
+    # Where the partial sums were bf16, or added in another order than the ranks', the 1 would be lost or kept wrongly.
+    for order in itertools.permutations([1e4, -1e4, 1.0]):
+        cases.append([np.full((2, 5120), value, BF16) for value in np.resize(order, tp)])
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         arrays = [DeviceArray.from_numpy(xs[rank]) for xs in cases]

@@ -53,6 +53,30 @@ def test_a_producer_of_ones_own(tp: int, wait_mode: str, takes_ticket: bool) -> 
         group.run(work)
 
 
+def test_ranks_that_launch_differently() -> None:
+    """Rank 0 stores with one CTA a row, rank 1 with the library's clusters of five; then they change places."""
+    inputs = make_inputs(np.random.default_rng(2), 2, 7, 5120)
+    expected = inputs.expected()
+
+    def work(rank: int, communicator: Communicator, stream: Stream) -> None:
+        own = kernels()
+        target = communicator.publish_target()
+        call = DeviceInputs(inputs, rank)
+        group.barrier()
+        for turn in range(20):
+            call.poison()
+            if (rank + turn) % 2 == 0:
+                own.produce(target, call.x, stream)
+                communicator.mark_published(target, 7, stream=stream.handle)
+            else:
+                communicator.publish(call.x, stream=stream)
+            call.boundary(communicator, stream, x=None, published=True)
+            call.check(expected, stream, f" in turn {turn} on rank {rank}")
+
+    with Loopback(2) as group:
+        group.run(work)
+
+
 @pytest.mark.parametrize("wait_mode", ["spin", "gate"])
 def test_a_fragment_that_comes_late(wait_mode: str) -> None:
     """16 bytes of one row come 2 ms after the others: all lanes of the polling warp wait for them."""
