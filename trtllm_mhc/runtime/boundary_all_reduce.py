@@ -80,7 +80,7 @@ def empty_quantized_layer_input(num_tokens: int, hidden_size: int, device: torch
 
 class _Published(NamedTuple):
     token: object
-    rows: int
+    complete: bool
 
 
 class BoundaryAllReduce:
@@ -150,13 +150,14 @@ class BoundaryAllReduce:
     def mark_published(self, x: Tensor, *, complete: bool = False) -> None:
         """Records that the kernels enqueued so far on the current stream store `x` [M, H] into the mailbox.
 
-        `__call__(x, ...)`, which must come next, then launches only the consumer. `x` is a handle: its values are not
-        read, but its shape is. It is known again by a mark on the tensor object, never by its address.
+        `__call__(x, ...)`, which must come next, then launches only the consumer. `x` is a handle with the right shape,
+        known again by a mark on the tensor object, never by its address.
 
         Args:
             x: the producer's output.
-            complete: the producer did the whole publish, as `Communicator.publish` does. Otherwise it has stored rows
-                through `publish_target`, and the ticket and the headers are enqueued here.
+            complete: the producer did the whole publish, as `Communicator.publish(x)` does, and `x` has its values.
+                Otherwise it has stored rows through `publish_target`; ticket and headers are enqueued here, and the
+                values of `x` are never read.
 
         Raises:
             RuntimeError: another contribution is still unreduced.
@@ -168,12 +169,12 @@ class BoundaryAllReduce:
         if self.tp == 1:
             raise ValueError("publishing needs a group of more than one rank")
         rows = self._rows_of("x", x)
-        capacity = self.communicator.info.capacity
-        if rows > capacity:
-            raise ValueError(f"x: a published contribution has at most {capacity} rows, got {rows}")
         if not complete:
-            self.communicator.mark_published(self.publish_target(), rows, stream=self._stream())
-        published = _Published(object(), rows)
+            target = self.publish_target()
+            if rows > target.capacity:
+                raise ValueError(f"x: a published contribution has at most {target.capacity} rows, got {rows}")
+            self.communicator.mark_published(target, rows, stream=self._stream())
+        published = _Published(object(), complete)
         setattr(x, _TOKEN, published.token)
         self._published = published
 
@@ -226,7 +227,7 @@ class BoundaryAllReduce:
         args = self._common(rows, residual, post, comb, pre, norm_weight, norm_eps)
         if published is not None:
             args.published = 1
-        else:
+        if published is None or published.complete:
             args.x = self._pointer("x", x)
         return self._enqueue(args, residual, pre, mxfp8_out)
 
