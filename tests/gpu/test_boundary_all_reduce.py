@@ -14,7 +14,7 @@ import pytest
 
 from tests.gpu.loopback import Array, Inputs, Loopback, bf16, make_inputs
 from trtllm_mhc import reference
-from trtllm_mhc.runtime.boundary_all_reduce import BoundaryAllReduce, empty_quantized_layer_input
+from trtllm_mhc.runtime import BoundaryAllReduce, empty_quantized_layer_input
 from trtllm_mhc.runtime.communicator import Communicator, PublishTarget
 from trtllm_mhc.runtime.cuda import Stream
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from trtllm_mhc.runtime import BoundaryAllReduce, empty_quantized_layer_input
 from trtllm_mhc.runtime import boundary_all_reduce as module
-from trtllm_mhc.runtime.boundary_all_reduce import BoundaryAllReduce, empty_quantized_layer_input
 from trtllm_mhc.runtime.communicator import PublishTarget
 
 H, K, M = 5120, 6, 3
