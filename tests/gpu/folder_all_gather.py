@@ -12,8 +12,8 @@ TIMEOUT_S = 20.0
 class FolderAllGather:
     """An all-gather through files of one folder."""
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
-        self._folder, self._rank, self._size, self._round = folder, rank, size, 0
+    def __init__(self, folder: Path, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> None:
+        self._folder, self._rank, self._size, self._timeout_s, self._round = folder, rank, size, timeout_s, 0
 
     def __call__(self, mine: bytes) -> list[bytes]:
         def path(rank: int) -> Path:
@@ -22,7 +22,7 @@ class FolderAllGather:
         partial = self._folder / f"{self._round}.{self._rank}.partial"
         partial.write_bytes(mine)
         partial.rename(path(self._rank))
-        end = time.monotonic() + TIMEOUT_S
+        end = time.monotonic() + self._timeout_s
         while not all(path(rank).exists() for rank in range(self._size)):
             if time.monotonic() > end:
                 raise TimeoutError(f"rank {self._rank}: the others did not come")

@@ -19,7 +19,7 @@ from tests.gpu.folder_all_gather import FolderAllGather
 from tests.gpu.loopback import DeviceInputs, make_inputs
 from trtllm_mhc.runtime import cuda
 from trtllm_mhc.runtime.communicator import Communicator
-from trtllm_mhc.runtime.library import ErrorKind, MailboxError
+from trtllm_mhc.runtime.library import ErrorKind, MailboxError, MhcError
 
 
 def _rank(rank: int, size: int, folder: Path, dies: bool, results: Any) -> None:
@@ -86,6 +86,24 @@ def test_boundaries_between_processes(tmp_path: Path, size: int) -> None:
 def test_a_process_that_ends_without_a_word(tmp_path: Path) -> None:
     """Rank 0 leaves after a few calls; the other one's next boundary ends with rank 0 named."""
     _run(2, tmp_path, dies=True)
+
+
+def test_a_process_that_never_starts(tmp_path: Path) -> None:
+    """The other one has an error once its all-gather has, and no memory."""
+    cuda.call("cudaFree", 0)
+    free = cuda.call("cudaMemGetInfo")[0]
+    with pytest.raises(MhcError) as raised:
+        Communicator.all_gather(
+            FolderAllGather(tmp_path, 0, 2, timeout_s=1.0),
+            tp_size=2,
+            rank=0,
+            device=0,
+            hidden_size=5120,
+            lanes=16,
+            timeout_s=1.0,
+        )
+    assert isinstance(raised.value.__cause__, TimeoutError)
+    assert free - cuda.call("cudaMemGetInfo")[0] < 16 << 20  # kernels may have been loaded
 
 
 FAILURE_TIMEOUT_S = 2.0
