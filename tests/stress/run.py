@@ -34,7 +34,7 @@ from trtllm_mhc.runtime.library import MailboxError
 HIDDEN = 5120
 CAPACITY = 16
 LARGEST = 70  # M beyond the capacity goes through in up to five chunks
-POOL_ROWS = 384
+POOL_ROWS = 192
 
 
 def plan_and_pool(seed: int, tp: int, boundaries: int) -> tuple[Plan, Pool]:
