@@ -90,7 +90,7 @@ python-test-further:
 gpu-test: venv
 	$(MAKE) --no-print-directory -j2 build tensorrt VERSIONS="$(TENSORRT)"
 	TRTLLM_MHC_RESULTS=$${TRTLLM_MHC_RESULTS:-tests/gpu/results} CUDA_DEVICE_MAX_CONNECTIONS=32 \
-	    scripts/with_tensorrt.sh $(TENSORRT) $(PY) -m pytest tests/gpu tests/stress
+	    scripts/with_tensorrt.sh $(TENSORRT) $(PY) -m pytest tests/gpu tests/multi_gpu tests/stress
 
 demo: venv
 	$(MAKE) --no-print-directory -j2 build tensorrt VERSIONS="$(TENSORRT)"
