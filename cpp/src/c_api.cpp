@@ -366,7 +366,10 @@ mhcStatus mhcCommFindEnvironment(mhcComm_t* comm, mhcCommConfig const* config, v
     return guarded([&] {
         require(comm != nullptr, "comm is NULL");
         *comm = nullptr;
-        mhc::EnvironmentGroup const group = mhc::readEnvironmentGroup(config, mhc::environmentVariable);
+        mhcCommConfig here = mhc::copyConfig(config);
+        if (here.device < 0)
+            mhc::checkCuda(cudaGetDevice(&here.device), "cudaGetDevice");
+        mhc::EnvironmentGroup const group = mhc::readEnvironmentGroup(&here, mhc::environmentVariable);
         if (!Registry::instance().find(group.settings.group, group.settings.device).empty()) {
             mhc::fail(
                 MHC_NOT_BOUND, "this process has made communicators for the tensor-parallel group ",

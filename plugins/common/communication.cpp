@@ -2,7 +2,9 @@
 #include "common/communication.h"
 
 #include <algorithm>
+#include <mutex>
 #include <set>
+#include <utility>
 
 #include "common/errors.h"
 #include "common/plugin_api.h"
@@ -19,6 +21,30 @@ bool isRankOrUnset(double value) {
 bool isWorldRank(double value) {
     return value >= 0;
 }
+
+// The execution contexts that use an environment's communicator, told apart by their plugin objects: of the objects
+// that descend from one deserialised object, each belongs to another context.
+class LaneUsers {
+public:
+    static LaneUsers& instance() {
+        static auto* const users = new LaneUsers;  // never destroyed: plugins may outlive static destruction
+        return *users;
+    }
+
+    bool enter(mhcComm_t comm, uint64_t origin) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        return users_.emplace(comm, origin).second;
+    }
+
+    void leave(mhcComm_t comm, uint64_t origin) {
+        std::lock_guard<std::mutex> const lock(mutex_);
+        users_.erase({comm, origin});
+    }
+
+private:
+    std::mutex mutex_;
+    std::set<std::pair<mhcComm_t, uint64_t>> users_;
+};
 
 }  // namespace
 
@@ -68,6 +94,9 @@ std::string GroupAttributes::groupText() const {
 }
 
 CommunicatorBinding::~CommunicatorBinding() {
+    if (origin_ != 0) {
+        LaneUsers::instance().leave(comm_, origin_);
+    }
     if (comm_ != nullptr) {
         mhcCommRelease(comm_);
     }
@@ -91,13 +120,49 @@ void CommunicatorBinding::tryBind(GroupAttributes const& attributes) {
     lane_ = lane;
 }
 
+void CommunicatorBinding::bindFromEnvironment(
+    GroupAttributes const& attributes, int64_t hidden, uint64_t origin, cudaStream_t stream) {
+    mhcCommConfig config{};
+    config.struct_size = sizeof(config);
+    config.tp_size = attributes.tpSize;
+    config.rank = attributes.rank;
+    config.device = -1;
+    config.hidden_size = static_cast<int32_t>(hidden);
+    config.lanes = 1;
+    config.on_error = -1;
+    config.group_size = static_cast<int32_t>(attributes.group.size());
+    config.group = attributes.group.data();
+    mhcComm_t comm = nullptr;
+    mhcStatus const status = mhcCommFindEnvironment(&comm, &config, stream);
+    if (status == MHC_NOT_BOUND) {
+        return;
+    }
+    checkStatus("mhcCommFindEnvironment", status);
+    if (!LaneUsers::instance().enter(comm, origin)) {
+        throw PluginError(
+            "the communicator that was made from the environment has one lane, which another execution context of this "
+            "process uses. Use one context at a time, or make the communicator before the contexts, with a lane for "
+            "each: "
+            "Communicator.from_environment(lanes=2, ...), and `with communicator.bound(lane=k):` around the creation "
+            "of "
+            "context k, alike on all ranks");
+    }
+    origin_ = origin;
+    comm_ = comm;
+    lane_ = 0;
+    info_.struct_size = sizeof(info_);
+    checkStatus("mhcCommGetInfo", mhcCommGetInfo(comm, &info_));
+    checkStatus("mhcCommRetain", mhcCommRetain(comm));
+}
+
 void CommunicatorBinding::require(GroupAttributes const& attributes, int64_t hidden) const {
     if (comm_ == nullptr) {
         throw PluginError(
             "no communicator for world ranks " + attributes.groupText() + " (" + mhcLastError() +
             "). Create one on every rank (trtllm_mhc.runtime.Communicator), and make it current while the execution "
-            "context is created (with communicator.bound(): ...) or have only one on this device. To run this rank "
-            "alone on purpose, for warm-up: trtllm_mhc.plugin_control.warmup()");
+            "context is created (with communicator.bound(): ...) or have only one on this device; or start the ranks "
+            "with a launcher's environment variables (docs/ranks.md). To run this rank alone on purpose, for warm-up: "
+            "trtllm_mhc.plugin_control.warmup()");
     }
     if (attributes.rank >= 0 && info_.rank != attributes.rank) {
         throw PluginError(

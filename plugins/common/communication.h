@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include <cuda_runtime_api.h>
+
 #include "common/fields.h"
 #include "mhc/mhc.h"
 
@@ -40,6 +42,10 @@ public:
 
     // Binds when a communicator is there. Neither waits nor fails when there is none: the context may be made first.
     void tryBind(GroupAttributes const& attributes);
+    // Binds to the communicator of the process's environment, which meets its group now if it has not yet: waits for
+    // the peers. It has one lane, for one execution context; `origin` is the deserialised object that this context's
+    // descends from. Does nothing where the environment names no group. Throws PluginError.
+    void bindFromEnvironment(GroupAttributes const& attributes, int64_t hidden, uint64_t origin, cudaStream_t stream);
     // Throws PluginError unless bound to a communicator that fits.
     void require(GroupAttributes const& attributes, int64_t hidden) const;
 
@@ -49,6 +55,7 @@ public:
 
 private:
     mhcComm_t comm_ = nullptr;
+    uint64_t origin_ = 0;  // with which this binding uses the lane of an environment's communicator
     int32_t lane_ = 0;
     mhcCommInfo info_{};
 };

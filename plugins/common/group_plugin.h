@@ -39,6 +39,7 @@ private:
 
     GroupAttributes group_;
     nvinfer1::TensorRTPhase phase_;
+    uint64_t origin_;  // of the object that the creator made, and of all its descendants
     CommunicatorBinding binding_;
 };
 

@@ -175,9 +175,10 @@ MHC_API mhcStatus mhcCommSetCurrent(mhcComm_t comm, int32_t lane);
 // `lane` receives the lane that was made current with it, or 0.
 MHC_API mhcStatus mhcCommFind(int32_t tpSize, int32_t const* group, int32_t groupSize, mhcComm_t* comm, int32_t* lane);
 // For the first enqueue of a plugin that has no communicator: the one that this process has made from the environment
-// for (group, hidden size, device), made now where it is the first time. It has config's lanes, is not found by
-// mhcCommFind and stays until the process ends. MHC_NOT_BOUND: there are no variables, or somebody has registered
-// communicators for the group. MHC_CAPTURE_NOT_READY: it must be made, and `stream` is capturing.
+// for (group, hidden size, device), made now where it is the first time. Device -1 is the current one. It has config's
+// lanes, is not found by mhcCommFind and stays until the process ends. MHC_NOT_BOUND: there are no variables, or
+// somebody has registered communicators for the group. MHC_CAPTURE_NOT_READY: it must be made, and `stream` is
+// capturing.
 MHC_API mhcStatus mhcCommFindEnvironment(mhcComm_t* comm, mhcCommConfig const* config, void* stream);
 // Keeps comm alive while a context uses it (counted).
 MHC_API mhcStatus mhcCommRetain(mhcComm_t comm);
