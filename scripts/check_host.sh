@@ -52,7 +52,7 @@ objects() {
 
 case $what in
 threads)
-    tests=(cpp/tests/{bootstrap,rendezvous}_test.cpp cpp/tests/host/*_host_test.cpp)
+    tests=(cpp/tests/{bootstrap,peer_memory,rendezvous}_test.cpp cpp/tests/host/*_host_test.cpp)
     # An NCCL to be found by dlopen, and one that is too old.
     mkdir -p build/tsan
     fake=(clang++ "${flags[@]}" -fsanitize=thread -fPIC -shared cpp/tests/host/fake_nccl.cpp)

@@ -325,6 +325,16 @@ mhcStatus mhcCommGetInfo(mhcComm_t comm, mhcCommInfo* info) {
     });
 }
 
+mhcStatus mhcCommGetGroupInfo(mhcComm_t comm, mhcGroupInfo* info) {
+    return guarded([&] {
+        require(info != nullptr, "info is NULL");
+        require(
+            info->struct_size == sizeof(mhcGroupInfo), "mhcGroupInfo.struct_size is ", info->struct_size, ", expected ",
+            sizeof(mhcGroupInfo), ": header and library differ");
+        *info = Registry::instance().get(comm)->groupInfo();
+    });
+}
+
 mhcStatus mhcCommSetCurrent(mhcComm_t comm, int32_t lane) {
     return guarded([&] {
         if (comm == nullptr) {

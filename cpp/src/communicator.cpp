@@ -2,14 +2,13 @@
 #include "communicator.h"
 
 #include <cuda_runtime_api.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <random>
+#include <iterator>
+#include <set>
 
 #include "agreement.h"
 #include "device_guard.h"
@@ -37,28 +36,24 @@ size_t stateBytesPerLane(CommSettings const& s) {
     return sizeof(LaneState) + sizeof(RowState) * s.capacity;
 }
 
-// Tells processes apart, where process ids cannot (containers).
-std::array<uint64_t, 2> processIdentity() {
-    static std::array<uint64_t, 2> const identity = [] {
-        std::random_device random;
-        auto const word = [&] { return (uint64_t{random()} << 32) | random(); };
-        return std::array<uint64_t, 2>{word(), word() ^ static_cast<uint64_t>(getpid())};
-    }();
-    return identity;
-}
-
 // What the ranks tell each other first. Trivially copyable, and without padding that could differ.
 struct Introduction {
     int32_t magic;
-    int32_t tpSize, rank, hiddenSize, capacity, lanes, onError, waitMode, timeoutMs, device;
+    int32_t tpSize, rank, hiddenSize, capacity, lanes, onError, waitMode, timeoutMs, reserved;
     int32_t ncclRows, ncclWorkspaceRows;
     int32_t ncclSharesDevices;  // this process lets NCCL have several ranks on one device
     int32_t groupSize;
     int32_t group[MHC_MAX_GROUP];
-    uint64_t process[2];
-    char deviceUuid[16];
+    RankLocation location;
 };
-constexpr int32_t kMagic = 0x4D484332;
+constexpr int32_t kMagic = 0x4D484333;
+
+// How a rank reaches the others.
+struct Sight {
+    int32_t failed;
+    char reason[252];
+    ReachRow row;
+};
 
 struct Offer {
     int32_t failed;
@@ -85,19 +80,25 @@ struct Mapping {
 void enablePeerAccess(int from, int to) {
     if (from == to)
         return;
-    int can = 0;
-    checkCuda(cudaDeviceCanAccessPeer(&can, from, to), "cudaDeviceCanAccessPeer(", from, ", ", to, ")");
-    if (can == 0) {
-        throw NoPeerAccess(join(
-            "device ", from, " cannot access the memory of device ", to,
-            ": the mailbox needs peer access (NVLink, or PCIe with P2P enabled)"));
-    }
     cudaError_t const status = cudaDeviceEnablePeerAccess(to, 0);
     if (status == cudaErrorPeerAccessAlreadyEnabled) {
         cudaGetLastError();
         return;
     }
     checkCuda(status, "cudaDeviceEnablePeerAccess from device ", from, " to ", to);
+}
+
+// Groups are made over and over in one process: a sentence is said once.
+void logOnce(std::string const& sentence) {
+    static auto* const mutex = new std::mutex;
+    static auto* const said = new std::set<std::string>;
+    constexpr size_t kMostSentences = 256;
+    char const* const wanted = std::getenv("TRTLLM_MHC_LOG");
+    if (wanted != nullptr && std::strcmp(wanted, "off") == 0)
+        return;
+    std::lock_guard<std::mutex> const lock(*mutex);
+    if (said->size() < kMostSentences && said->insert(sentence).second)
+        std::fprintf(stderr, "[trtllm_mhc] %s\n", sentence.c_str());
 }
 
 }  // namespace
@@ -110,16 +111,24 @@ public:
 
     void run() {
         meet();
+        lookAtPeers();
         allocate();
         mapPeers();
         decide();
         decideOnNccl();
         c_.fill();
         c_.barrier();
+        if (s_.rank == 0 && s_.tpSize > 1)
+            logOnce(c_.sentence());
     }
 
     void runSelfLoop() {
         require(s_.rank == 0, "a self-loop has one rank, 0; got ", s_.rank);
+        c_.locations_.assign(static_cast<size_t>(s_.tpSize), locate(s_.device));
+        ReachRow itself{};
+        std::fill(std::begin(itself.to), std::end(itself.to), static_cast<int32_t>(MHC_REACH_SELF));
+        c_.reach_.assign(static_cast<size_t>(s_.tpSize), itself);
+        c_.multicastReason_ = "one rank plays all";
         allocateHere();
         for (int lane = 0; lane < s_.lanes; ++lane) {
             Mailbox made = box(lane, std::vector<std::byte*>(static_cast<size_t>(s_.tpSize), c_.mailbox_));
@@ -148,7 +157,6 @@ private:
         me.onError = s_.onError;
         me.waitMode = s_.waitMode;
         me.timeoutMs = static_cast<int32_t>(s_.timeout.count());
-        me.device = s_.device;
         me.ncclRows = s_.ncclRows;
         me.ncclWorkspaceRows = s_.ncclWorkspaceRows;
         // NCCL's own switch, from 2.30 on.
@@ -156,14 +164,32 @@ private:
         me.ncclSharesDevices = shares != nullptr && std::strcmp(shares, "1") == 0 ? 1 : 0;
         me.groupSize = static_cast<int32_t>(s_.group.size());
         std::copy(s_.group.begin(), s_.group.end(), me.group);
-        auto const process = processIdentity();
-        std::copy(process.begin(), process.end(), me.process);
-        cudaDeviceProp properties;
-        checkCuda(cudaGetDeviceProperties(&properties, s_.device), "cudaGetDeviceProperties(", s_.device, ")");
-        std::memcpy(me.deviceUuid, &properties.uuid, sizeof(me.deviceUuid));
+        me.location = locate(s_.device);
         peers_ = c_.bootstrap_->gather(me, s_.tpSize);
         for (int r = 0; r < s_.tpSize; ++r)
             compare(me, peers_[static_cast<size_t>(r)], r);
+        for (Introduction const& peer : peers_)
+            c_.locations_.push_back(peer.location);
+        c_.ranksPerDevice_ = mostRanksOnADevice(c_.locations_);
+    }
+
+    // Whether there is a mailbox at all, before anything is allocated for it.
+    void lookAtPeers() {
+        Sight mine{};
+        try {
+            mine.row = lookAround(c_.locations_, s_.rank);
+        } catch (std::exception const& error) {
+            mine.failed = 1;
+            setReason(mine.reason, error.what());
+        }
+        std::vector<Sight> const all = c_.bootstrap_->gather(mine, s_.tpSize);
+        requireAll(all, "asking how the ranks reach each other's memory");
+        for (Sight const& sight : all)
+            c_.reach_.push_back(sight.row);
+        noPeerAccess_ = firstObstacle(c_.locations_, c_.reach_);
+        std::string const obstacle = multicastObstacle(c_.locations_, c_.reach_);
+        c_.multicastReason_ =
+            obstacle.empty() ? "every rank could, but storing through it has not been run on hardware here" : obstacle;
     }
 
     static void compare(Introduction const& me, Introduction const& peer, int r) {
@@ -190,14 +216,6 @@ private:
         require(
             std::equal(me.group, me.group + me.groupSize, peer.group), "rank ", r,
             " names other world ranks in its group than rank ", me.rank);
-    }
-
-    bool sameProcess(int r) const {
-        return std::memcmp(peers_[r].process, peers_[s_.rank].process, sizeof(peers_[r].process)) == 0;
-    }
-
-    bool sameDevice(int a, int b) const {
-        return std::memcmp(peers_[a].deviceUuid, peers_[b].deviceUuid, sizeof(peers_[a].deviceUuid)) == 0;
     }
 
     void allocateHere() {
@@ -227,8 +245,8 @@ private:
             mine.address = c_.mailbox_;
             mine.residentRows = residentRows_;
             bool otherProcess = false;
-            for (int r = 0; r < s_.tpSize; ++r)
-                otherProcess = otherProcess || !sameProcess(r);
+            for (RankLocation const& peer : c_.locations_)
+                otherProcess = otherProcess || !sameProcess(peer, c_.locations_[static_cast<size_t>(s_.rank)]);
             if (otherProcess) {
                 checkCuda(cudaIpcGetMemHandle(&mine.handle, c_.mailbox_), "cudaIpcGetMemHandle");
                 mine.hasHandle = 1;
@@ -245,7 +263,7 @@ private:
         Mapping mine{};
         std::vector<std::byte*> bases(static_cast<size_t>(s_.tpSize), nullptr);
         try {
-            for (int r = 0; r < s_.tpSize; ++r)
+            for (int r = 0; noPeerAccess_.empty() && r < s_.tpSize; ++r)
                 bases[static_cast<size_t>(r)] = mapPeer(r);
         } catch (NoPeerAccess const& error) {
             mine.noPeerAccess = 1;
@@ -269,8 +287,9 @@ private:
             return c_.mailbox_;
         Offer const& offer = offers_[static_cast<size_t>(r)];
         require(offer.residentRows >= 0, "rank ", r, " says that ", offer.residentRows, " rows are resident at once");
-        if (sameProcess(r)) {
-            int const device = peers_[static_cast<size_t>(r)].device;
+        RankLocation const& peer = c_.locations_[static_cast<size_t>(r)];
+        if (sameProcess(peer, c_.locations_[static_cast<size_t>(s_.rank)])) {
+            int const device = peer.device;
             requireDeviceMemory(offer.address, device, r);
             enablePeerAccess(s_.device, device);
             return static_cast<std::byte*>(offer.address);
@@ -280,9 +299,8 @@ private:
         if (opened == cudaErrorPeerAccessUnsupported) {
             cudaGetLastError();
             throw NoPeerAccess(join(
-                "device ", s_.device, " cannot access the memory of rank ", r, "'s device ",
-                peers_[static_cast<size_t>(r)].device,
-                ": the mailbox needs peer access (NVLink, or PCIe with P2P enabled)"));
+                "device ", s_.device, " cannot access the memory of device ", peer.device, " of rank ", r,
+                " (cudaIpcOpenMemHandle): the mailbox needs peer access (NVLink, or PCIe with P2P enabled)"));
         }
         checkCuda(
             opened, "cudaIpcOpenMemHandle of rank ", r, "'s mailbox on device ", s_.device,
@@ -324,13 +342,6 @@ private:
 
     // From what every rank knows alike, so that every rank decides alike.
     void decide() {
-        c_.ranksPerDevice_ = 1;
-        for (int a = 0; a < s_.tpSize; ++a) {
-            int sharing = 0;
-            for (int b = 0; b < s_.tpSize; ++b)
-                sharing += sameDevice(a, b) ? 1 : 0;
-            c_.ranksPerDevice_ = std::max(c_.ranksPerDevice_, sharing);
-        }
         int resident = residentRows_;
         for (Offer const& offer : offers_)
             resident = std::min(resident, offer.residentRows);
@@ -345,8 +356,8 @@ private:
         bool const shared = c_.ranksPerDevice_ > 1 && !allowed;
         if (apart && (shared || s_.ncclRows < 0)) {
             fail(
-                MHC_PEER_FAILED, "mapping the peers' mailboxes failed on ", noPeerAccess_,
-                "; NCCL would do without, but ", shared ? "ranks share a device" : "nccl_rows is -1");
+                MHC_PEER_FAILED, noPeerAccess_, "; NCCL would do without, but ",
+                shared ? "ranks share a device" : "nccl_rows is -1");
         }
         c_.transport_ = s_.tpSize == 1 ? MHC_TRANSPORT_LOCAL : MHC_TRANSPORT_MAILBOX;
         if (!apart && s_.ncclRows <= 0) {
@@ -511,6 +522,55 @@ void Communicator::pollNccl(int lane) const {
 mhcErrorRecord Communicator::record(int lane) const {
     std::shared_lock<std::shared_mutex> const inUse(memory_);
     return records_ == nullptr ? mhcErrorRecord{} : records_[lane];
+}
+
+std::string Communicator::sentence() const {
+    auto const uses = [&](mhcReach reach) {
+        return std::any_of(reach_.begin(), reach_.end(), [&](ReachRow const& row) {
+            return std::find(row.to, row.to + settings_.tpSize, static_cast<int32_t>(reach)) !=
+                   row.to + settings_.tpSize;
+        });
+    };
+    std::string carried = "nothing is carried";
+    if (transport_ == MHC_TRANSPORT_NCCL) {
+        carried = "NCCL for every M";
+    } else if (transport_ != MHC_TRANSPORT_LOCAL) {
+        bool const direct = uses(MHC_REACH_PEER_ACCESS), ipc = uses(MHC_REACH_IPC);
+        carried = join(
+            "mailbox by ", direct ? "peer access" : "", direct && ipc ? " and " : "", ipc ? "CUDA IPC" : "",
+            transport_ == MHC_TRANSPORT_MAILBOX_NCCL ? join(", NCCL for M of ", ncclRows_, " and more") : "");
+    }
+    return join(
+        "tensor-parallel group ", listOf(settings_.group), ", hidden size ", settings_.hiddenSize, ": ", carried, " (",
+        transportReason_, "); at most ", ranksPerDevice_, " rank(s) a device, ",
+        waitsAtGate_ ? "a gate waits"
+                     : join("every CTA waits, in one kernel with the publish up to M = ", exchangeRows_),
+        "; capacity ", settings_.capacity, " rows, ", settings_.lanes, " lane(s), time-out ", settings_.timeout.count(),
+        " ms, on error ", settings_.onError == MHC_ON_ERROR_TRAP ? "trap" : "raise",
+        "; no NVLink multicast: ", multicastReason_);
+}
+
+mhcGroupInfo Communicator::groupInfo() const {
+    mhcGroupInfo info{};
+    info.struct_size = sizeof(info);
+    info.timeout_ms = static_cast<uint32_t>(settings_.timeout.count());
+    info.on_error = settings_.onError;
+    info.wait_mode = settings_.waitMode;
+    for (size_t a = 0; a < locations_.size(); ++a) {
+        auto const firstLike = [&](bool (*same)(RankLocation const&, RankLocation const&)) {
+            size_t first = 0;
+            while (!same(locations_[first], locations_[a]))
+                ++first;
+            return static_cast<int32_t>(first);
+        };
+        info.device[a] = locations_[a].device;
+        info.first_in_process[a] = firstLike(sameProcess);
+        info.first_on_device[a] = firstLike(sameDevice);
+        std::copy_n(reach_[a].to, locations_.size(), info.reach[a]);
+    }
+    std::snprintf(info.multicast_reason, sizeof(info.multicast_reason), "%s", multicastReason_.c_str());
+    std::snprintf(info.sentence, sizeof(info.sentence), "%s", sentence().c_str());
+    return info;
 }
 
 mhcCommInfo Communicator::info() const {

@@ -16,6 +16,7 @@
 #include "kernels.h"
 #include "mhc/mhc.h"
 #include "nccl_path.h"
+#include "peer_memory.h"
 
 namespace mhc {
 
@@ -63,6 +64,7 @@ public:
     // Frees the device memory. Collective where no lane is in error. Calls after it throw.
     void close();
     mhcCommInfo info() const;
+    mhcGroupInfo groupInfo() const;
 
     void boundary(int lane, mhcBoundaryArgs const& args, cudaStream_t stream);
     void publish(int lane, void const* x, int rows, cudaStream_t stream);
@@ -77,6 +79,8 @@ private:
     void barrier();
     void fill();
     void release() noexcept;
+    // What the group decided.
+    std::string sentence() const;
     void checkUsable(int lane) const;
     int producerRows() const;
     void launchPublishOf(Mailbox const& box, BoundaryArgs const& args, Chunk const& chunk, cudaStream_t stream) const;
@@ -93,6 +97,9 @@ private:
     std::vector<void*> openedHandles_;   // CUDA IPC mappings of peers
     std::vector<Mailbox> boxes_;         // as kernels take them, one a lane
     size_t mailboxBytes_ = 0;
+    std::vector<RankLocation> locations_;  // by rank
+    std::vector<ReachRow> reach_;          // from each rank
+    std::string multicastReason_;          // why it is not used
     int ranksPerDevice_ = 1;
     bool waitsAtGate_ = false;
     int exchangeRows_ = 0;  // up to which one kernel publishes and consumes

@@ -160,6 +160,29 @@ typedef struct mhcCommInfo {
 } mhcCommInfo;
 MHC_API mhcStatus mhcCommGetInfo(mhcComm_t comm, mhcCommInfo* info);
 
+// How one rank reaches another's memory.
+typedef enum mhcReach {
+    MHC_REACH_NONE = 0,
+    MHC_REACH_SELF = 1,
+    MHC_REACH_PEER_ACCESS = 2,  // in one process, on one device or by peer access
+    MHC_REACH_IPC = 3           // of another process, by CUDA IPC
+} mhcReach;
+
+// What is the same on all ranks, for reports.
+typedef struct mhcGroupInfo {
+    uint32_t struct_size;
+    uint32_t timeout_ms;
+    int32_t on_error;                             // mhcOnError
+    int32_t wait_mode;                            // mhcWaitMode, as asked for
+    int32_t device[MHC_MAX_RANKS];                // ordinal in the rank's process
+    int32_t first_in_process[MHC_MAX_RANKS];      // the first rank of the rank's process
+    int32_t first_on_device[MHC_MAX_RANKS];       // the first rank of the rank's device
+    int32_t reach[MHC_MAX_RANKS][MHC_MAX_RANKS];  // mhcReach [from][to]
+    char multicast_reason[MHC_REASON_BYTES];      // why NVLink multicast is not used
+    char sentence[1024];                          // the whole decision
+} mhcGroupInfo;
+MHC_API mhcStatus mhcCommGetGroupInfo(mhcComm_t comm, mhcGroupInfo* info);
+
 // Where libnccl.so.2 is, for a process in which nobody has loaded it and in which it is neither named by
 // TRTLLM_MHC_NCCL nor on the loader's path. Takes effect until NCCL is first used.
 MHC_API mhcStatus mhcNcclSetPath(char const* path);

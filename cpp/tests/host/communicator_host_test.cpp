@@ -117,8 +117,41 @@ TEST(Communicator, DevicesThatDoNotReachEachOtherAreAnErrorOnAllRanks) {
         std::string const message = mhcLastError();
         EXPECT_NE(message.find("device 0 cannot access the memory of device 1"), std::string::npos) << message;
         EXPECT_NE(message.find("needs peer access"), std::string::npos) << message;
+        EXPECT_NE(message.find("(cudaDeviceCanAccessPeer)"), std::string::npos) << message;
     });
     fakePeerAccess = true;
+}
+
+TEST(Communicator, EveryRankKnowsWhatTheGroupDecided) {
+    std::vector<mhcGroupInfo> infos(kRanks);
+    onThreads(kRanks, [&](int rank) {
+        mhcCommConfig const config = configOf(rank, kRanks);
+        mhcComm_t comm = nullptr;
+        ASSERT_EQ(mhcCommCreateThreads(&comm, &config, "decided"), MHC_SUCCESS) << mhcLastError();
+        mhcGroupInfo& info = infos[static_cast<size_t>(rank)];
+        info.struct_size = sizeof(info);
+        EXPECT_EQ(mhcCommGetGroupInfo(comm, &info), MHC_SUCCESS) << mhcLastError();
+        mhcCommInfo own{};
+        own.struct_size = sizeof(own);
+        EXPECT_EQ(mhcCommGetInfo(comm, &own), MHC_SUCCESS);
+        EXPECT_EQ(own.multicast, 0);
+        EXPECT_EQ(mhcCommDestroy(comm), MHC_SUCCESS);
+    });
+    for (mhcGroupInfo const& info : infos) {
+        EXPECT_EQ(std::memcmp(&info, infos.data(), sizeof(info)), 0);
+        for (int from = 0; from < kRanks; ++from) {
+            EXPECT_EQ(info.device[from], from % 2);
+            EXPECT_EQ(info.first_in_process[from], 0);
+            EXPECT_EQ(info.first_on_device[from], from % 2);
+            for (int to = 0; to < kRanks; ++to)
+                EXPECT_EQ(info.reach[from][to], from == to ? MHC_REACH_SELF : MHC_REACH_PEER_ACCESS);
+        }
+        EXPECT_STREQ(info.multicast_reason, "ranks share a device");
+        std::string const sentence = info.sentence;
+        EXPECT_NE(sentence.find("group [0, 1, 2, 3], hidden size 4096: mailbox by peer access"), std::string::npos)
+            << sentence;
+        EXPECT_NE(sentence.find("no NVLink multicast: ranks share a device"), std::string::npos) << sentence;
+    }
 }
 
 TEST(Communicator, OtherHiddenSizesAreRefusedBeforeAnybodyWaits) {
