@@ -9,7 +9,7 @@
 
 namespace trtllm_mhc {
 
-nvinfer1::IPluginCreatorInterface* const* pluginCreators(int32_t& count) noexcept {
+nvinfer1::IPluginCreatorInterface* const* ownCreators(int32_t& count) noexcept {
     // Never destroyed: TensorRT may look at them after our static destructors would have run.
     static std::array<nvinfer1::IPluginCreatorInterface*, 3> const creators{
         new BoundaryCreator, new AllReduceCreator, new CoefficientsCreator};

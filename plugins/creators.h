@@ -8,8 +8,9 @@
 
 namespace trtllm_mhc {
 
-// The creators of all plugins of this library. They live until the process ends: registries keep the pointers.
-nvinfer1::IPluginCreatorInterface* const* pluginCreators(int32_t& count) noexcept;
+// The creators of all plugins of this copy of the library. They live until the process ends: registries keep the
+// pointers. common/copies.h says which copy's creators TensorRT gets.
+nvinfer1::IPluginCreatorInterface* const* ownCreators(int32_t& count) noexcept;
 
 }  // namespace trtllm_mhc
 

@@ -26,8 +26,8 @@ mapfile -t includes < <(grep -oE -- '-isystem [^ ]+' "$ninja" | sort -u | tr ' '
 flags=(-std=c++17 -O1 -g -Wall -Wextra -Werror -fno-omit-frame-pointer -Icpp/include -Icpp/src -Icpp/tests/host -Iplugins "${includes[@]}"
     -DMHC_VERSION='"host"')
 host=(cpp/src/*.cpp cpp/tests/host/fake_cuda.cpp)
-# The plugins but for what looks for TensorRT in the process.
-plugins=(plugins/creators.cpp plugins/*/*_plugin.cpp plugins/common/{communication,errors,fields,plugin_base,tensors}.cpp)
+# The plugins but for their registration in TensorRT.
+plugins=(plugins/creators.cpp plugins/*/*_plugin.cpp plugins/common/{communication,copies,errors,fields,plugin_base,tensorrt_process,tensors}.cpp)
 
 # build FOLDER SANITIZERS SOURCE...   compiles what is newer than its object
 build() {
@@ -59,8 +59,8 @@ threads)
     "${fake[@]}" -o build/tsan/libfake_nccl.so
     "${fake[@]}" -DFAKE_NCCL_VERSION=21003 -o build/tsan/libfake_nccl_old.so
     export TRTLLM_MHC_NCCL=$PWD/build/tsan/libfake_nccl.so
-    build build/tsan thread "${host[@]}" "${tests[@]}"
-    mapfile -t parts < <(objects build/tsan "${host[@]}" "${tests[@]}")
+    build build/tsan thread "${host[@]}" "${plugins[@]}" "${tests[@]}"
+    mapfile -t parts < <(objects build/tsan "${host[@]}" "${plugins[@]}" "${tests[@]}")
     clang++ -fsanitize=thread "${parts[@]}" -lgtest -lgtest_main -lpthread -ldl -o build/tsan/host_tests
     TSAN_OPTIONS=halt_on_error=1 timeout 300 build/tsan/host_tests --gtest_brief=1
     ;;

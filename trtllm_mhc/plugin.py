@@ -52,7 +52,7 @@ def load() -> ctypes.CDLL:
     with _lock:
         if _library is None:
             path = _loaded_copy() or library_path()
-            library = ctypes.CDLL(os.fspath(path))
+            library = _first_copy(ctypes.CDLL(os.fspath(path)))
             library.mhcVersion.restype = ctypes.c_char_p
             version = library.mhcVersion().decode()
             if version != trtllm_mhc.__version__:
@@ -82,6 +82,14 @@ def creator(name: str) -> Any:
     if name not in ours:
         raise LookupError(f"expected one of the plugins {sorted(ours)}, got {name!r}")
     return ours[name]
+
+
+def _first_copy(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The copy whose plugins TensorRT gets: an engine that carries the library may have brought it in before."""
+    library.mhcFirstCopy.restype = ctypes.c_char_p
+    first = library.mhcFirstCopy().decode()
+    # By name: the file may be gone.
+    return ctypes.CDLL(first, mode=os.RTLD_NOLOAD | os.RTLD_NOW) if first else library
 
 
 def _loaded_copy() -> Path | None:

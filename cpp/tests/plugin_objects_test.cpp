@@ -44,7 +44,7 @@ std::vector<PluginField> plainFields() {
 
 IPluginCreatorV3One& creator(char const* name) {
     int32_t count = 0;
-    auto* const* creators = pluginCreators(count);
+    auto* const* creators = ownCreators(count);
     for (int32_t i = 0; i < count; ++i) {
         auto* const each = static_cast<IPluginCreatorV3One*>(creators[i]);
         if (std::strcmp(each->getPluginName(), name) == 0) {

@@ -2,10 +2,12 @@
 #include "common/communication.h"
 
 #include <algorithm>
+#include <atomic>
+#include <map>
 #include <mutex>
 #include <set>
-#include <utility>
 
+#include "common/copies.h"
 #include "common/errors.h"
 #include "common/plugin_api.h"
 
@@ -22,8 +24,7 @@ bool isWorldRank(double value) {
     return value >= 0;
 }
 
-// The execution contexts that use an environment's communicator, told apart by their plugin objects: of the objects
-// that descend from one deserialised object, each belongs to another context.
+// The plugin objects that use the lane of an environment's communicator: all of one execution context.
 class LaneUsers {
 public:
     static LaneUsers& instance() {
@@ -31,20 +32,36 @@ public:
         return *users;
     }
 
-    bool enter(mhcComm_t comm, uint64_t origin) {
+    // False when another context is using it.
+    bool enter(mhcComm_t comm, ContextIdentity const& context) {
         std::lock_guard<std::mutex> const lock(mutex_);
-        return users_.emplace(comm, origin).second;
+        std::vector<ContextIdentity>& users = users_[comm];
+        bool const taken = std::any_of(users.begin(), users.end(), [&](ContextIdentity const& user) {
+            return ContextIdentity::apart(user, context);
+        });
+        if (!taken) {
+            users.push_back(context);
+        }
+        return !taken;
     }
 
-    void leave(mhcComm_t comm, uint64_t origin) {
+    void leave(mhcComm_t comm, ContextIdentity const& context) {
         std::lock_guard<std::mutex> const lock(mutex_);
-        users_.erase({comm, origin});
+        std::vector<ContextIdentity>& users = users_[comm];
+        users.erase(std::find_if(users.begin(), users.end(), [&](ContextIdentity const& user) {
+            return user.origin == context.origin;
+        }));
     }
 
 private:
     std::mutex mutex_;
-    std::set<std::pair<mhcComm_t, uint64_t>> users_;
+    std::map<mhcComm_t, std::vector<ContextIdentity>> users_;
 };
+
+// TensorRT promises different resource contexts for different execution contexts, but not the same one for all plugins
+// of one, which 10.6 has. Set once that has been seen.
+std::atomic<bool> resourceIsContext{false};
+thread_local ContextIdentity lastAttached;
 
 }  // namespace
 
@@ -93,9 +110,22 @@ std::string GroupAttributes::groupText() const {
     return "[" + text + "]";
 }
 
+bool ContextIdentity::apart(ContextIdentity const& a, ContextIdentity const& b) {
+    return a.origin == b.origin || (resourceIsContext && a.resource != b.resource);
+}
+
+void ContextIdentity::learn(ContextIdentity const& attached) {
+    // A thread makes one context after the other, so neighbours with one resource context belong together.
+    if (attached.resource != nullptr && attached.resource == lastAttached.resource &&
+        attached.origin != lastAttached.origin) {
+        resourceIsContext = true;
+    }
+    lastAttached = attached;
+}
+
 CommunicatorBinding::~CommunicatorBinding() {
-    if (origin_ != 0) {
-        LaneUsers::instance().leave(comm_, origin_);
+    if (context_.origin != 0) {
+        LaneUsers::instance().leave(comm_, context_);
     }
     if (comm_ != nullptr) {
         mhcCommRelease(comm_);
@@ -121,7 +151,7 @@ void CommunicatorBinding::tryBind(GroupAttributes const& attributes) {
 }
 
 void CommunicatorBinding::bindFromEnvironment(
-    GroupAttributes const& attributes, int64_t hidden, uint64_t origin, cudaStream_t stream) {
+    GroupAttributes const& attributes, int64_t hidden, ContextIdentity context, cudaStream_t stream) {
     mhcCommConfig config{};
     config.struct_size = sizeof(config);
     config.tp_size = attributes.tpSize;
@@ -138,7 +168,7 @@ void CommunicatorBinding::bindFromEnvironment(
         return;
     }
     checkStatus("mhcCommFindEnvironment", status);
-    if (!LaneUsers::instance().enter(comm, origin)) {
+    if (!LaneUsers::instance().enter(comm, context)) {
         throw PluginError(
             "the communicator that was made from the environment has one lane, which another execution context of this "
             "process uses. Use one context at a time, or make the communicator before the contexts, with a lane for "
@@ -147,7 +177,7 @@ void CommunicatorBinding::bindFromEnvironment(
             "of "
             "context k, alike on all ranks");
     }
-    origin_ = origin;
+    context_ = context;
     comm_ = comm;
     lane_ = 0;
     info_.struct_size = sizeof(info_);
@@ -158,7 +188,7 @@ void CommunicatorBinding::bindFromEnvironment(
 void CommunicatorBinding::require(GroupAttributes const& attributes, int64_t hidden) const {
     if (comm_ == nullptr) {
         throw PluginError(
-            "no communicator for world ranks " + attributes.groupText() + " (" + mhcLastError() +
+            "no communicator for world ranks " + attributes.groupText() + " (" + mhcLastError() + otherVersions() +
             "). Create one on every rank (trtllm_mhc.runtime.Communicator), and make it current while the execution "
             "context is created (with communicator.bound(): ...) or have only one on this device; or start the ranks "
             "with a launcher's environment variables (docs/ranks.md). To run this rank alone on purpose, for warm-up: "

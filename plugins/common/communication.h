@@ -31,6 +31,17 @@ struct GroupAttributes {
     std::string groupText() const;
 };
 
+// What tells the execution contexts of a process apart, where nobody says which lane each of them uses.
+struct ContextIdentity {
+    uint64_t origin = 0;             // the deserialised plugin object that the context's descends from; 0: none
+    void const* resource = nullptr;  // TensorRT's IPluginResourceContext
+
+    // Whether, of two plugin objects, each must belong to a context of its own.
+    static bool apart(ContextIdentity const& a, ContextIdentity const& b);
+    // Notes what TensorRT hands to an object that is being attached.
+    static void learn(ContextIdentity const& attached);
+};
+
 // The communicator that one execution context uses, kept alive as long as the context's plugin object lives. A copy
 // starts unbound: a clone belongs to another context, which may run on another rank.
 class CommunicatorBinding {
@@ -43,9 +54,10 @@ public:
     // Binds when a communicator is there. Neither waits nor fails when there is none: the context may be made first.
     void tryBind(GroupAttributes const& attributes);
     // Binds to the communicator of the process's environment, which meets its group now if it has not yet: waits for
-    // the peers. It has one lane, for one execution context; `origin` is the deserialised object that this context's
-    // descends from. Does nothing where the environment names no group. Throws PluginError.
-    void bindFromEnvironment(GroupAttributes const& attributes, int64_t hidden, uint64_t origin, cudaStream_t stream);
+    // the peers. It has one lane, for one execution context. Does nothing where the environment names no group. Throws
+    // PluginError.
+    void bindFromEnvironment(
+        GroupAttributes const& attributes, int64_t hidden, ContextIdentity context, cudaStream_t stream);
     // Throws PluginError unless bound to a communicator that fits.
     void require(GroupAttributes const& attributes, int64_t hidden) const;
 
@@ -55,7 +67,7 @@ public:
 
 private:
     mhcComm_t comm_ = nullptr;
-    uint64_t origin_ = 0;  // with which this binding uses the lane of an environment's communicator
+    ContextIdentity context_;  // by which this binding uses the lane of an environment's communicator
     int32_t lane_ = 0;
     mhcCommInfo info_{};
 };

@@ -21,14 +21,16 @@ GroupPlugin::GroupPlugin(
     : PluginBase(name, std::move(signature), "tp_size=" + std::to_string(group.tpSize) + " " + timingText),
       group_(std::move(group)),
       phase_(phase),
-      origin_(nextOrigin()) {}
+      context_{nextOrigin(), nullptr} {}
 
 void GroupPlugin::serialize(FieldList& fields) const {
     group_.serialize(fields);
     serializeOwn(fields);
 }
 
-void GroupPlugin::attach() {
+void GroupPlugin::attach(void const* resourceContext) {
+    context_.resource = resourceContext;
+    ContextIdentity::learn(context_);
     if (phase_ == nvinfer1::TensorRTPhase::kRUNTIME && group_.tpSize > 1) {
         binding_.tryBind(group_);
     }
@@ -41,7 +43,7 @@ void GroupPlugin::launch(Call const& call) {
     }
     binding_.tryBind(group_);
     if (!binding_.bound()) {
-        binding_.bindFromEnvironment(group_, call.extents.hidden, origin_, call.stream);
+        binding_.bindFromEnvironment(group_, call.extents.hidden, context_, call.stream);
     }
     binding_.require(group_, call.extents.hidden);
     launchGroup(call, binding_.comm(), binding_.lane());

@@ -25,7 +25,7 @@ protected:
     GroupPlugin(GroupPlugin const&) = default;
 
     void serialize(FieldList& fields) const final;
-    void attach() final;
+    void attach(void const* resourceContext) final;
     void launch(Call const& call) final;
 
     // The plugin's own attributes.
@@ -39,7 +39,7 @@ private:
 
     GroupAttributes group_;
     nvinfer1::TensorRTPhase phase_;
-    uint64_t origin_;  // of the object that the creator made, and of all its descendants
+    ContextIdentity context_;
     CommunicatorBinding binding_;
 };
 

@@ -179,11 +179,11 @@ int32_t PluginBase::enqueue(
         guarded(name_, [&] { launch({checkCall(inputDesc, outputDesc), inputs, outputs, workspace, stream}); }));
 }
 
-nvinfer1::IPluginV3* PluginBase::attachToContext(nvinfer1::IPluginResourceContext* /*context*/) noexcept {
+nvinfer1::IPluginV3* PluginBase::attachToContext(nvinfer1::IPluginResourceContext* context) noexcept {
     std::unique_ptr<PluginBase> attached;
     guarded(name_, [&] {
         std::unique_ptr<PluginBase> copied = copy();
-        copied->attach();
+        copied->attach(context);
         attached = std::move(copied);
     });
     return attached.release();
@@ -220,7 +220,7 @@ size_t PluginBase::workspaceBytes(Extents const& /*extents*/) const {
     return 0;
 }
 
-void PluginBase::attach() {}
+void PluginBase::attach(void const* /*resourceContext*/) {}
 
 CreatorBase::CreatorBase(char const* name, std::vector<FieldSpec> specs) : name_(name), specs_(std::move(specs)) {
     for (FieldSpec const& spec : specs_) {

@@ -79,8 +79,8 @@ protected:
     virtual void serialize(FieldList& fields) const = 0;
     // Bytes that a launch with these extents may use; must not fall when the rows grow. Throws PluginError.
     virtual size_t workspaceBytes(Extents const& extents) const;
-    // Called once on the object of an execution context.
-    virtual void attach();
+    // Called once on the object of an execution context, with TensorRT's IPluginResourceContext.
+    virtual void attach(void const* resourceContext);
     // Throws PluginError on failure.
     virtual void launch(Call const& call) = 0;
 

@@ -11,8 +11,8 @@
 #include <chrono>
 #include <thread>
 
+#include "common/copies.h"
 #include "common/tensorrt_process.h"
-#include "creators.h"
 
 namespace trtllm_mhc {
 namespace {

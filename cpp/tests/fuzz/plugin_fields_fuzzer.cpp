@@ -96,7 +96,7 @@ void remake(IPluginCreatorV3One& creator, IPluginV3& plugin) {
 extern "C" int LLVMFuzzerTestOneInput(uint8_t const* data, size_t size) {
     Input input(data, size);
     int32_t count = 0;
-    auto* const* const creators = trtllm_mhc::pluginCreators(count);
+    auto* const* const creators = trtllm_mhc::ownCreators(count);
     auto& creator = static_cast<IPluginCreatorV3One&>(*creators[input.byte() % count]);
     PluginFieldCollection const* const known = creator.getFieldNames();
 
