@@ -155,6 +155,31 @@ def test_package_uses_the_copy_that_is_loaded(trt: ModuleType, library: Path, co
     assert report == {"creators": CREATORS, "usable": True, "errors": []}
 
 
+@pytest.mark.parametrize("first", ["import tensorrt\n", ""])
+def test_a_copy_under_another_name_serves_the_process_when_it_came_first(
+    first: str, trt: ModuleType, library: Path, copy: Path
+) -> None:
+    """As TensorRT unpacks it from an engine that carries it; the file may be gone afterwards."""
+    unpacked = shutil.copy(copy, copy.parent / "pluginLibrary1234")
+    check = """
+import os
+first = ctypes.CDLL(copy)
+os.remove(copy)
+from trtllm_mhc import plugin
+assert plugin.load()._name == copy, plugin.load()._name
+second = ctypes.CDLL(library)
+def creators(function):
+    count = ctypes.c_int32()
+    function.restype = ctypes.POINTER(ctypes.c_void_p)
+    found = function(ctypes.byref(count))
+    return [found[index] for index in range(count.value)]
+assert creators(first.mhcOwnCreators) != creators(second.mhcOwnCreators)
+assert creators(second.getCreators) == creators(first.getCreators) == creators(first.mhcOwnCreators)
+"""
+    report = python_case(first + check + IMPORT, library, Path(unpacked))
+    assert report == {"creators": CREATORS, "usable": True, "errors": []}
+
+
 def test_package_from_many_threads(trt: ModuleType, library: Path, copy: Path) -> None:
     check = """
 from concurrent.futures import ThreadPoolExecutor

@@ -6,10 +6,13 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from trtllm_mhc.runtime.communicator import CommunicatorOptions
 
 app = typer.Typer(
     name="trtllm-mhc",
@@ -57,15 +60,43 @@ def _console() -> Console:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    group: Annotated[
+        bool, typer.Option("--group", help="Make a group of ranks instead, and say what it decided and why.")
+    ] = False,
+    tp: Annotated[
+        int | None, typer.Option(help="With --group: ranks. Default: all processes of the launch, or 2 threads.")
+    ] = None,
+    hidden_size: Annotated[int, typer.Option(help="With --group: H.")] = 5120,
+    capacity: Annotated[int | None, typer.Option(help="With --group: rows of a mailbox slot.")] = None,
+    lanes: Annotated[int, typer.Option(help="With --group: independent mailboxes.")] = 1,
+    timeout_s: Annotated[float | None, typer.Option(help="With --group: seconds of every wait.")] = None,
+    nccl_rows: Annotated[
+        int, typer.Option(help="With --group: M from which on NCCL is used; 0: without peer access, -1: never.")
+    ] = 0,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="With --group: write the report here; -: to the output, alone.")
+    ] = None,
+) -> None:
     """Say what this machine has of what is needed, and what is missing.
 
     Exit code 0: engines can be built and run here. 3: something is missing for that (named in the table), what is there
     works. 1: something is broken.
-    """
-    from trtllm_mhc.cli.doctor import run
 
-    raise typer.Exit(run(_console()))
+    With --group: ranks are the processes of a launch (torchrun, mpirun, or variables; docs/ranks.md), or threads. Exit
+    code 0: the group was made. 1: it was not, and why is said. 3: there is no GPU.
+    """
+    from trtllm_mhc.cli import doctor as machine
+    from trtllm_mhc.cli import doctor_group
+
+    if not group:
+        raise typer.Exit(machine.run(_console()))
+    options: CommunicatorOptions = {"lanes": lanes, "nccl_rows": nccl_rows}
+    if capacity is not None:
+        options["capacity"] = capacity
+    if timeout_s is not None:
+        options["timeout_s"] = timeout_s
+    raise typer.Exit(doctor_group.run(doctor_group.GroupOptions(tp, hidden_size, options), json_path, _console()))
 
 
 @app.command()

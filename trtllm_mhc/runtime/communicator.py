@@ -111,6 +111,33 @@ class CommunicatorInfo:
 
 
 @dataclass(frozen=True)
+class GroupInfo:
+    """What is the same on all ranks: where they are, and what they decided from it.
+
+    Attributes:
+        devices: each rank's CUDA device ordinal, in its own process.
+        first_in_process: for each rank the first one of its process.
+        first_on_device: for each rank the first one of its device.
+        reach: how each rank reaches each one's memory, [from][to].
+        timeout_s: of a kernel's wait and of every collective call.
+        on_error: "raise" or "trap".
+        wait_mode: as asked for.
+        multicast_reason: why NVLink multicast is not used.
+        sentence: the whole decision, as it is logged.
+    """
+
+    devices: tuple[int, ...]
+    first_in_process: tuple[int, ...]
+    first_on_device: tuple[int, ...]
+    reach: tuple[tuple[c_api.Reach, ...], ...]
+    timeout_s: float
+    on_error: str
+    wait_mode: str
+    multicast_reason: str
+    sentence: str
+
+
+@dataclass(frozen=True)
 class Finalize:
     """A MoE output left unfinalized, in place of `x`.
 
@@ -350,6 +377,23 @@ class Communicator:
         handle = ctypes.c_void_p()
         lib.check(lib.mhcCommCreateSelfLoop(ctypes.byref(handle), ctypes.byref(config)), "self-loop communicator")
         return cls(lib, handle)
+
+    def group_info(self) -> GroupInfo:
+        """Where the group's ranks are and what they decided."""
+        info = c_api.CGroupInfo(struct_size=ctypes.sizeof(c_api.CGroupInfo))
+        self._check(self._library.mhcCommGetGroupInfo(self.handle, ctypes.byref(info)), "mhcCommGetGroupInfo", None)
+        ranks = range(self.info.tp_size)
+        return GroupInfo(
+            devices=tuple(info.device[rank] for rank in ranks),
+            first_in_process=tuple(info.first_in_process[rank] for rank in ranks),
+            first_on_device=tuple(info.first_on_device[rank] for rank in ranks),
+            reach=tuple(tuple(c_api.Reach(info.reach[rank][peer]) for peer in ranks) for rank in ranks),
+            timeout_s=info.timeout_ms / 1000,
+            on_error=c_api.OnError(info.on_error).name.lower(),
+            wait_mode=c_api.WaitMode(info.wait_mode).name.lower(),
+            multicast_reason=info.multicast_reason.decode(errors="replace"),
+            sentence=info.sentence.decode(errors="replace"),
+        )
 
     # ---- life ---------------------------------------------------------------------------------------------------
 

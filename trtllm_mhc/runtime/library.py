@@ -92,6 +92,15 @@ class WaitMode(IntEnum):
     SPLIT = 3
 
 
+class Reach(IntEnum):
+    """`mhcReach`: how one rank reaches another's memory."""
+
+    NONE = 0
+    SELF = 1
+    PEER_ACCESS = 2
+    IPC = 3
+
+
 class CErrorRecord(ctypes.Structure):
     """`mhcErrorRecord`."""
 
@@ -149,6 +158,23 @@ class CCommInfo(ctypes.Structure):
         ("nccl_workspace_rows", ctypes.c_int32),
         ("nccl_version", ctypes.c_int32),
         ("transport_reason", ctypes.c_char * REASON_BYTES),
+    ]
+
+
+class CGroupInfo(ctypes.Structure):
+    """`mhcGroupInfo`."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("timeout_ms", ctypes.c_uint32),
+        ("on_error", ctypes.c_int32),
+        ("wait_mode", ctypes.c_int32),
+        ("device", ctypes.c_int32 * MAX_RANKS),
+        ("first_in_process", ctypes.c_int32 * MAX_RANKS),
+        ("first_on_device", ctypes.c_int32 * MAX_RANKS),
+        ("reach", ctypes.c_int32 * MAX_RANKS * MAX_RANKS),
+        ("multicast_reason", ctypes.c_char * REASON_BYTES),
+        ("sentence", ctypes.c_char * 1024),
     ]
 
 
@@ -369,6 +395,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "mhcCommReset": (ctypes.c_int, [_COMM]),
     "mhcCommStatus": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.POINTER(CErrorRecord)]),
     "mhcCommGetInfo": (ctypes.c_int, [_COMM, ctypes.POINTER(CCommInfo)]),
+    "mhcCommGetGroupInfo": (ctypes.c_int, [_COMM, ctypes.POINTER(CGroupInfo)]),
     "mhcCommSetCurrent": (ctypes.c_int, [_COMM, ctypes.c_int32]),
     "mhcMxfp8ScaleBytes": (ctypes.c_size_t, [ctypes.c_int32, ctypes.c_int32]),
     "mhcBoundary": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.POINTER(CBoundaryArgs), ctypes.c_void_p]),

@@ -18,6 +18,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "mhcErrorRecord": c_api.CErrorRecord,
     "mhcCommConfig": c_api.CCommConfig,
     "mhcCommInfo": c_api.CCommInfo,
+    "mhcGroupInfo": c_api.CGroupInfo,
     "mhcBoundaryArgs": c_api.CBoundaryArgs,
     "mhcPublishTarget": c_api.CPublishTarget,
     "mhcCoefficientsArgs": c_api.CCoefficientsArgs,
@@ -28,6 +29,7 @@ ENUMS = {
     "mhcOnError": (c_api.OnError, "MHC_ON_ERROR_"),
     "mhcWaitMode": (c_api.WaitMode, "MHC_WAIT_"),
     "mhcTransport": (c_api.Transport, "MHC_TRANSPORT_"),
+    "mhcReach": (c_api.Reach, "MHC_REACH_"),
 }
 
 
