@@ -376,6 +376,7 @@ mhcStatus mhcCommFindEnvironment(mhcComm_t* comm, mhcCommConfig const* config, v
     return guarded([&] {
         require(comm != nullptr, "comm is NULL");
         *comm = nullptr;
+        mhc::requireEnvironmentGroup(mhc::environmentVariable);
         mhcCommConfig here = mhc::copyConfig(config);
         if (here.device < 0)
             mhc::checkCuda(cudaGetDevice(&here.device), "cudaGetDevice");

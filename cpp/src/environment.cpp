@@ -205,6 +205,11 @@ EnvironmentGroup readEnvironmentGroup(mhcCommConfig const* given, Variables cons
             }};
 }
 
+void requireEnvironmentGroup(Variables const& variables) {
+    if (valueOf(variables, "TRTLLM_MHC_RENDEZVOUS") != kInProcess)
+        requireLaunchedProcess(variables);
+}
+
 char const* environmentVariable(char const* name) {
     return std::getenv(name);
 }

@@ -42,6 +42,9 @@ struct EnvironmentGroup {
 // on_error where it is -1. Throws Failure(MHC_NOT_BOUND) where the variables name no group.
 EnvironmentGroup readEnvironmentGroup(mhcCommConfig const* config, Variables const& variables);
 
+// Throws Failure(MHC_NOT_BOUND) where the variables name no group.
+void requireEnvironmentGroup(Variables const& variables);
+
 // The process's own.
 char const* environmentVariable(char const* name);
 
