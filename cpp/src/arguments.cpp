@@ -87,6 +87,38 @@ BoundaryArgs kernelArgs(mhcBoundaryArgs const& args) {
     return out;
 }
 
+LinearInput linearInput(mhcPublishLinearArgs const& args, int hidden) {
+    require(
+        args.struct_size == sizeof(mhcPublishLinearArgs), "mhcPublishLinearArgs.struct_size is ", args.struct_size,
+        ", expected ", sizeof(mhcPublishLinearArgs), ": header and library differ");
+    require(hiddenSizeSupported(hidden), "hidden_size must be 4096, 5120 or 7168, got ", hidden);
+    require(args.rows >= 0, "rows must not be negative, got ", args.rows);
+    require(
+        args.in_features > 0 && args.in_features <= kLinearMaxFeatures && args.in_features % kLinearFeatureStep == 0,
+        "in_features must be a multiple of ", kLinearFeatureStep, " up to ", kLinearMaxFeatures, ", got ",
+        args.in_features);
+    bool const scaled = args.weight_type == MHC_WEIGHT_E4M3_BLOCK32;
+    require(
+        scaled || args.weight_type == MHC_WEIGHT_BF16, "weight_type must be ", MHC_WEIGHT_BF16, " (bf16) or ",
+        MHC_WEIGHT_E4M3_BLOCK32, " (E4M3 with block scales), got ", args.weight_type);
+    require(scaled == (args.weight_scales != nullptr), "weight_scales are given with E4M3 weights and with no others");
+    if (args.rows > 0) {
+        requireAligned(args.activation, "activation");
+        requireAligned(args.weight, "weight");
+        requireAligned(args.out, "out");
+        if (scaled)
+            requireAligned(args.weight_scales, "weight_scales");
+        require(args.activation != args.out, "out must be another tensor than activation");
+    }
+    return {
+        args.rows,
+        args.in_features,
+        static_cast<uint4 const*>(args.activation),
+        static_cast<uint4 const*>(args.weight),
+        static_cast<uint32_t const*>(args.weight_scales),
+        static_cast<uint4*>(args.out)};
+}
+
 BoundaryArgs allReduceArgs(void const* x, void* sum, int rows) {
     require(rows >= 0, "rows must not be negative, got ", rows);
     if (rows > 0) {

@@ -15,7 +15,8 @@ void checkBoundaryArgs(mhcBoundaryArgs const& args);
 Consumer consumerOf(mhcBoundaryArgs const& args);
 BoundaryArgs kernelArgs(mhcBoundaryArgs const& args);
 
-// Checks too.
+// These check too.
+LinearInput linearInput(mhcPublishLinearArgs const& args, int hidden);
 BoundaryArgs allReduceArgs(void const* x, void* sum, int rows);
 
 }  // namespace mhc

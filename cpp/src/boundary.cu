@@ -85,7 +85,9 @@ cudaError_t loadBoundaryKernels() {
 }
 
 cudaError_t loadAllKernels() {
-    for (auto const load : {loadPublishKernels, loadBoundaryKernels, loadCoefficientsKernels, loadNcclKernels}) {
+    for (auto const load :
+         {loadPublishKernels, loadBoundaryKernels, loadCoefficientsKernels, loadPublishLinearKernels,
+          loadNcclKernels}) {
         cudaError_t const status = load();
         if (status != cudaSuccess)
             return status;

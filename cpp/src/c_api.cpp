@@ -449,6 +449,20 @@ mhcStatus mhcAllReduceLocal(void const* x, void* sum, int32_t rows, int32_t hidd
     return guarded([&] { mhc::allReduceLocal(x, sum, rows, hidden, mhc::streamOf(stream)); });
 }
 
+mhcStatus mhcPublishLinear(mhcComm_t comm, int32_t lane, mhcPublishLinearArgs const* args, void* stream) {
+    return guarded([&] {
+        require(args != nullptr, "args is NULL");
+        Registry::instance().get(comm)->publishLinear(lane, *args, mhc::streamOf(stream));
+    });
+}
+
+mhcStatus mhcPublishLinearLocal(int32_t hidden, mhcPublishLinearArgs const* args, void* stream) {
+    return guarded([&] {
+        require(args != nullptr, "args is NULL");
+        mhc::publishLinearLocal(hidden, *args, mhc::streamOf(stream));
+    });
+}
+
 size_t mhcCoefficientsWorkspaceBytes(int32_t rows, int32_t hidden, int32_t broadcast) {
     return mhc::coefficientsWorkspaceBytes(rows, hidden, broadcast != 0);
 }

@@ -70,6 +70,7 @@ public:
     void publish(int lane, void const* x, int rows, cudaStream_t stream);
     void publishTarget(int lane, mhcPublishTarget& target) const;
     void markPublished(int lane, uint32_t owner, int rows, cudaStream_t stream);
+    void publishLinear(int lane, mhcPublishLinearArgs const& args, cudaStream_t stream);
     void allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream);
     void allReduceNccl(int lane, void const* x, void* sum, int rows, cudaStream_t stream);
 
@@ -116,6 +117,8 @@ private:
 // This rank's contribution alone, without a mailbox.
 void boundaryLocal(int hidden, mhcBoundaryArgs const& args, cudaStream_t stream);
 void allReduceLocal(void const* x, void* sum, int rows, int hidden, cudaStream_t stream);
+
+void publishLinearLocal(int hidden, mhcPublishLinearArgs const& args, cudaStream_t stream);
 
 size_t coefficientsWorkspaceBytes(int rows, int hidden, bool broadcast);
 void coefficients(mhcCoefficientsArgs const& args, cudaStream_t stream);

@@ -11,6 +11,7 @@
 #include "mhc/finalize.h"
 #include "mhc/mailbox.h"
 #include "mhc/mhc.h"
+#include "mhc/publish_linear.h"
 
 namespace mhc {
 
@@ -99,6 +100,11 @@ cudaError_t launchNcclEnd(
 
 // rows >= 1.
 cudaError_t launchCoefficients(CoefficientsInput const& input, cudaStream_t stream);
+
+// Writes input.out only, for any number of rows.
+cudaError_t launchLinear(LinearInput const& input, int hidden, cudaStream_t stream);
+// Publishes as well; chunk.rows <= kLinearTileRows.
+cudaError_t launchPublishLinear(Mailbox const& box, LinearInput const& input, Chunk const& chunk, cudaStream_t stream);
 
 bool hiddenSizeSupported(int hidden);
 

@@ -11,10 +11,11 @@
 
 namespace mhc {
 
+// sharedBytes: dynamic shared memory; beyond 48 KB the kernel must have been told to allow it.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launchKernel(
-    void (*kernel)(Parameters...), dim3 grid, int threads, int clusterSize, Launch how, cudaStream_t stream,
-    Arguments const&... arguments) {
+cudaError_t launchKernelShared(
+    void (*kernel)(Parameters...), dim3 grid, int threads, int clusterSize, size_t sharedBytes, Launch how,
+    cudaStream_t stream, Arguments const&... arguments) {
     cudaLaunchAttribute attributes[2];
     unsigned count = 0;
     if (clusterSize > 1) {
@@ -32,10 +33,18 @@ cudaError_t launchKernel(
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = sharedBytes;
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = count;
     return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launchKernel(
+    void (*kernel)(Parameters...), dim3 grid, int threads, int clusterSize, Launch how, cudaStream_t stream,
+    Arguments const&... arguments) {
+    return launchKernelShared(kernel, grid, threads, clusterSize, 0, how, stream, arguments...);
 }
 
 template <typename... Parameters>
@@ -57,5 +66,6 @@ cudaError_t loadPublishKernels();
 cudaError_t loadBoundaryKernels();
 cudaError_t loadCoefficientsKernels();
 cudaError_t loadNcclKernels();
+cudaError_t loadPublishLinearKernels();
 
 }  // namespace mhc

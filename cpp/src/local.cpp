@@ -33,6 +33,12 @@ void allReduceLocal(void const* x, void* sum, int rows, int hidden, cudaStream_t
     launchLocally(Consumer::kAllReduce, hidden, allReduceArgs(x, sum, rows), rows, stream);
 }
 
+void publishLinearLocal(int hidden, mhcPublishLinearArgs const& args, cudaStream_t stream) {
+    LinearInput const input = linearInput(args, hidden);
+    if (input.rows > 0)
+        checkCuda(launchLinear(input, hidden, stream), "launching the linear layer");
+}
+
 size_t coefficientsWorkspaceBytes(int rows, int hidden, bool broadcast) {
     if (rows <= 0 || hidden <= 0)
         return 0;

@@ -252,6 +252,35 @@ void Communicator::markPublished(int lane, uint32_t owner, int rows, cudaStream_
     checkCuda(launchMarkPublished(boxes_[static_cast<size_t>(lane)], chunk, stream), "launching the end of a publish");
 }
 
+void Communicator::publishLinear(int lane, mhcPublishLinearArgs const& args, cudaStream_t stream) {
+    // Where the boundary goes through NCCL it takes x, and nothing is published.
+    bool const publishes = settings_.tpSize > 1 && !viaNccl(args.rows);
+    if (settings_.tpSize > 1)
+        checkUsable(lane);
+    if (!publishes) {
+        require(!closed_, "the communicator is closed");
+        publishLinearLocal(settings_.hiddenSize, args, stream);
+        return;
+    }
+    LinearInput const input = linearInput(args, settings_.hiddenSize);
+    require(
+        input.rows <= settings_.capacity, "rows must be in 0 .. capacity = ", settings_.capacity, ", got ", input.rows);
+    if (input.rows == 0)
+        return;
+    if (input.rows > kLinearTileRows) {
+        publishLinearLocal(settings_.hiddenSize, args, stream);
+        publish(lane, args.out, input.rows, stream);
+        return;
+    }
+    std::shared_lock<std::shared_mutex> const inUse(memory_);
+    require(!closed_, "the communicator is closed");
+    Chunk const chunk{
+        0, input.rows, input.rows, nextOwner(), operationWord(Published::kByProducer, Consumer::kUnknown)};
+    checkCuda(
+        launchPublishLinear(boxes_[static_cast<size_t>(lane)], input, chunk, stream),
+        "launching the publishing linear layer");
+}
+
 void Communicator::allReduce(int lane, void const* x, void* sum, int rows, cudaStream_t stream) {
     if (viaNccl(rows)) {
         allReduceNccl(lane, x, sum, rows, stream);

@@ -147,7 +147,8 @@ void BoundaryPlugin::launchLocal(Call const& call) const {
 
 void BoundaryPlugin::launchGroup(Call const& call, mhcComm_t comm, int32_t lane) const {
     mhcBoundaryArgs args = arguments(call);
-    args.published = attributes_.published;
+    // More rows than a slot holds are not published by their producer, only computed: x has them.
+    args.published = attributes_.published != 0 && args.rows <= capacity() ? 1 : 0;
     checkStatus("mhcBoundary", mhcBoundary(comm, lane, &args, call.stream));
 }
 

@@ -64,6 +64,7 @@ public:
     bool bound() const { return comm_ != nullptr; }
     mhcComm_t comm() const { return comm_; }
     int32_t lane() const { return lane_; }
+    int32_t capacity() const { return info_.capacity; }
 
 private:
     mhcComm_t comm_ = nullptr;

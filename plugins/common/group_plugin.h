@@ -33,6 +33,9 @@ protected:
     // Throw PluginError on failure.
     virtual void launchLocal(Call const& call) const = 0;
     virtual void launchGroup(Call const& call, mhcComm_t comm, int32_t lane) const = 0;
+    // Rows that the bound communicator's mailbox holds at once. A published contribution has at most so many; the layer
+    // that makes it and the boundary that consumes it decide by this alone.
+    int32_t capacity() const { return binding_.capacity(); }
 
 private:
     bool mayCommunicate() const;

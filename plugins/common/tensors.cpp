@@ -16,6 +16,9 @@ constexpr std::array<int64_t, 3> kHiddenSizes{4096, 5120, 7168};
 constexpr char kHiddenSizesText[] = "4096, 5120 or 7168";
 constexpr int64_t kCoefficientCount = (2 + MHC_STREAMS) * MHC_STREAMS;
 constexpr int64_t kMixCount = 3;
+constexpr int64_t kFeatureStep = 128;
+constexpr int64_t kMaxFeatures = 16384;
+constexpr int64_t kWeightBlock = 32;
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
 std::string tensorName(char const* kind, size_t index, TensorSpec const& spec) {
@@ -46,6 +49,13 @@ std::string axisText(Axis axis, Extents const& extents, int32_t topK) {
             return std::to_string(kCoefficientCount);
         case Axis::kMixes:
             return std::to_string(kMixCount);
+        case Axis::kFeatures:
+            return extents.features == kUnknownExtent ? "K (a multiple of 128 up to 16384)"
+                                                      : extentText("K", extents.features);
+        case Axis::kWeightBlockRows:
+            return extents.hidden == kUnknownExtent ? "H/32" : extentText("H/32", extents.hidden / kWeightBlock);
+        case Axis::kWeightScaleWords:
+            return extents.features == kUnknownExtent ? "K/128" : extentText("K/128", extents.features / kFeatureStep);
     }
     return "?";
 }
@@ -96,6 +106,13 @@ bool matches(Axis axis, int64_t extent, Extents& extents, int32_t topK) {
             return extent == kCoefficientCount;
         case Axis::kMixes:
             return extent == kMixCount;
+        case Axis::kFeatures:
+            return extent > 0 && extent <= kMaxFeatures && extent % kFeatureStep == 0 &&
+                   agree(extents.features, extent);
+        case Axis::kWeightBlockRows:
+            return extent == extents.hidden / kWeightBlock;
+        case Axis::kWeightScaleWords:
+            return extent == extents.features / kFeatureStep;
     }
     return false;
 }

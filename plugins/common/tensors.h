@@ -16,15 +16,18 @@ namespace trtllm_mhc {
 
 // What an axis means: equal meanings have equal extents in all tensors of a call.
 enum class Axis : int32_t {
-    kRows,          // M
-    kStreams,       // hc = 4
-    kHidden,        // H: 4096, 5120 or 7168, never dynamic
-    kTopK,          // K
-    kPermutedRows,  // P, rows of gemm2_permuted
-    kScaleWords,    // int32 words of the swizzled MXFP8 scales of [M,H]
-    kStreamHidden,  // hc*H: all streams of a token
-    kCoefficients,  // (2+hc)*hc = 24: pre, post and comb of a token
-    kMixes          // 3: pre, post and comb
+    kRows,             // M
+    kStreams,          // hc = 4
+    kHidden,           // H: 4096, 5120 or 7168, never dynamic
+    kTopK,             // K
+    kPermutedRows,     // P, rows of gemm2_permuted
+    kScaleWords,       // int32 words of the swizzled MXFP8 scales of [M,H]
+    kStreamHidden,     // hc*H: all streams of a token
+    kCoefficients,     // (2+hc)*hc = 24: pre, post and comb of a token
+    kMixes,            // 3: pre, post and comb
+    kFeatures,         // K of a linear layer: a multiple of 128 up to 16384, never dynamic
+    kWeightBlockRows,  // H/32
+    kWeightScaleWords  // K/128: int32 words of four UE8M0 scales
 };
 
 struct TensorSpec {
@@ -49,6 +52,7 @@ struct Extents {
     int64_t rows = kUnknownExtent;
     int64_t hidden = kUnknownExtent;
     int64_t permutedRows = kUnknownExtent;
+    int64_t features = kUnknownExtent;
 };
 
 struct Signature {

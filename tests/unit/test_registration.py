@@ -19,7 +19,7 @@ import pytest
 from trtllm_mhc import plugin
 
 HOSTS = Path(__file__).parent / "registration_hosts"
-CREATORS = {"MhcBoundary": 1, "MhcAllReduce": 1, "MhcCoefficients": 1}
+CREATORS = {"MhcBoundary": 1, "MhcAllReduce": 1, "MhcCoefficients": 1, "MhcPublishLinear": 1}
 
 # Each script has `library` and `copy` (another file of the same content) and ends with registry in `registry`.
 PRELUDE = """

@@ -24,7 +24,7 @@ from trtllm_mhc.runtime import library as c_api
 
 EXIT_READY, EXIT_BROKEN, EXIT_MISSING = 0, 1, 3
 
-PLUGINS = ("MhcBoundary", "MhcAllReduce", "MhcCoefficients")
+PLUGINS = ("MhcBoundary", "MhcAllReduce", "MhcCoefficients", "MhcPublishLinear")
 MINIMUM_CAPABILITY = (9, 0)
 # From this number of streams on, work of different ranks would share hardware queues and wait for each other.
 MANY_RANKS = 8

@@ -21,6 +21,7 @@ TRT_DTYPES = {
     np.dtype(np.float32): trt.float32,
     np.dtype(np.int32): trt.int32,
     np.dtype(ml_dtypes.bfloat16): trt.bfloat16,
+    np.dtype(ml_dtypes.float8_e4m3fn): trt.fp8,
 }
 
 
@@ -37,12 +38,12 @@ class _OwnedWeights(trt.Weights):  # type: ignore[misc]
 
 
 def constant(network: trt.INetworkDefinition, value: Array) -> trt.ITensor:
-    """A constant of the shape and dtype of ``value`` (float32, int32 or bfloat16).
+    """A constant of the shape and dtype of ``value`` (float32, int32, bfloat16 or float8_e4m3fn).
 
     A contiguous array is not copied: the network refers to its memory and keeps it alive as long as it lives itself.
     """
     if value.dtype not in TRT_DTYPES:
-        raise TypeError(f"constant: expected float32, int32 or bfloat16, got {value.dtype}")
+        raise TypeError(f"constant: expected float32, int32, bfloat16 or float8_e4m3fn, got {value.dtype}")
     return output(network.add_constant(value.shape, _OwnedWeights(np.ascontiguousarray(value))), "constant")
 
 

@@ -21,13 +21,20 @@ from trtllm_mhc.plugin_control import PluginError, take_error
 BOUNDARY = "MhcBoundary"
 ALL_REDUCE = "MhcAllReduce"
 COEFFICIENTS = "MhcCoefficients"
-PLUGINS = (BOUNDARY, ALL_REDUCE, COEFFICIENTS)
+PUBLISH_LINEAR = "MhcPublishLinear"
+PLUGINS = (BOUNDARY, ALL_REDUCE, COEFFICIENTS, PUBLISH_LINEAR)
+LOCAL = (COEFFICIENTS, PUBLISH_LINEAR)
+"""Those whose outputs depend on no other rank."""
 
 HC_MULT = 4
 COEFFICIENT_COUNT = (2 + HC_MULT) * HC_MULT
 HIDDEN_SIZES = (4096, 5120, 7168)
 TP_SIZES = (1, 2, 4, 8)
 STRATEGIES = ("oneshot", "nccl")
+STRATEGIES = ("oneshot",)
+FEATURE_STEP = 128
+MAXIMUM_FEATURES = 16384
+WEIGHT_BLOCK = 32
 
 # Name of an input: the tensor, its dtype, and its shape by symbols (equal symbols have equal sizes) and sizes.
 _Inputs = dict[str, tuple[Any, Any, tuple[str | int, ...]]]
@@ -37,6 +44,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     BOUNDARY: {"rank": -1, "group": (), "norm_eps": None},
     ALL_REDUCE: {"rank": -1, "group": ()},
     COEFFICIENTS: {},
+    PUBLISH_LINEAR: {"rank": -1, "group": ()},
 }
 _REALS = ("norm_eps", "rms_norm_eps", "hc_eps", "post_alpha")
 
@@ -284,11 +292,63 @@ def add_coefficients(
     return post, comb, pre
 
 
+def add_publish_linear(
+    network: trt.INetworkDefinition,
+    activation: trt.ITensor,
+    weight: trt.ITensor,
+    scales: trt.ITensor | None = None,
+    *,
+    tp_size: int,
+    rank: int = -1,
+    group: Sequence[int] = (),
+) -> trt.ITensor:
+    """Add a ``MhcPublishLinear``: ``activation @ weight.T``, this rank's partial, stored into the mailbox as well.
+
+    The output is what a ``MhcBoundary`` with ``published=True`` takes, which must be the next user of the mailbox lane
+    and the output's only reader that communicates. Weights are constants: they may be read before earlier layers have
+    ended. So do not compute them in the network.
+
+    Args:
+        network: a strongly typed network.
+        activation: [M, K] bf16, this rank's share of the input features. M may be dynamic; K is a multiple of 128 up to
+            16384.
+        weight: [H, K] bf16, or FP8 with ``scales``; H is 4096, 5120 or 7168.
+        scales: [H / 32, K / 128] int32, four UE8M0 bytes a word, one byte for each block of 32 x 32 weights
+            (:func:`trtllm_mhc.reference.pack_weight_scales`).
+        tp_size: ranks of the group: 1, 2, 4 or 8.
+        rank: index in the group; -1 leaves it to the communicator.
+        group: world ranks in order; empty means 0 .. tp_size - 1.
+
+    Returns:
+        [M, H] bf16, fp32 sums rounded once, -0 as +0.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a shape or an attribute is not as above.
+        PluginError: the plugin or TensorRT refused.
+    """
+    attributes = _group_attributes(PUBLISH_LINEAR, tp_size, rank, group) | {"weight_type": int(scales is not None)}
+    inputs: _Inputs = {
+        "activation": (activation, trt.bfloat16, ("M", "K")),
+        "weight": (weight, trt.bfloat16 if scales is None else trt.fp8, ("H", "K")),
+    }
+    if scales is not None:
+        hidden, features = tensor_shape(weight) or (-1, -1)
+        inputs["scales"] = (scales, trt.int32, (hidden // WEIGHT_BLOCK, features // FEATURE_STEP))
+    sizes = _check_inputs(PUBLISH_LINEAR, inputs)
+    if not 0 < sizes["K"] <= MAXIMUM_FEATURES or sizes["K"] % FEATURE_STEP:
+        raise ValueError(
+            f"{PUBLISH_LINEAR}: input features K: expected a multiple of {FEATURE_STEP} up to {MAXIMUM_FEATURES}, "
+            f"got {sizes['K']}"
+        )
+    return _add(network, PUBLISH_LINEAR, attributes, [tensor for tensor, _, _ in inputs.values()])[0]
+
+
 def create_plugin(name: str, attributes: Mapping[str, Any], *, phase: Any = None) -> Any:
     """A plugin object (``IPluginV3``) of this project, for ``network.add_plugin_v3``.
 
     Args:
-        name: ``"MhcBoundary"``, ``"MhcAllReduce"`` or ``"MhcCoefficients"``.
+        name: one of :data:`PLUGINS`.
         attributes: the plugin's attributes: integers, sequences of integers, floats (kept as float32) or strings.
         phase: ``trt.TensorRTPhase``; build if None.
 
@@ -378,8 +438,8 @@ def _top_k(moe: FinalizeInputs) -> int:
     return shape[1]
 
 
-def _check_inputs(what: str, inputs: _Inputs) -> None:
-    """Compare dtypes and shapes; only M and P may be dynamic (-1)."""
+def _check_inputs(what: str, inputs: _Inputs) -> dict[str, int]:
+    """Compare dtypes and shapes; only M and P may be dynamic (-1). Returns the sizes by symbol."""
     sizes: dict[str, int] = {}
     for name, (tensor, dtype, expected) in inputs.items():
         if tensor.dtype != dtype:
@@ -395,6 +455,7 @@ def _check_inputs(what: str, inputs: _Inputs) -> None:
                 raise ValueError(f"{what}: {name}: expected shape [{', '.join(known)}], got {list(got)}")
     if sizes["H"] not in HIDDEN_SIZES:
         raise ValueError(f"{what}: hidden size H: expected one of {list(HIDDEN_SIZES)}, got {sizes['H']}")
+    return sizes
 
 
 def _field_array(value: Any) -> tuple[np.ndarray[Any, Any], Any]:

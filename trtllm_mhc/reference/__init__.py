@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numpy reference of every operation.
 
-`operations`, `mxfp8` and `coefficients` define the results bit for bit; `float64` evaluates the same formulae without
-any intermediate rounding; `compare` says what counts as equal.
+`operations`, `mxfp8` and `coefficients` define the results bit for bit; `publish_linear` says how far sums on tensor
+cores may be off; `float64` evaluates the same formulae without any intermediate rounding; `compare` says what counts as
+equal.
 """
 
 from . import float64
@@ -35,6 +36,14 @@ from .operations import (
     rms_norm,
     rows_with_bad_index,
 )
+from .publish_linear import (
+    dequantize_weight,
+    pack_weight_scales,
+    publish_linear,
+    publish_linear_agrees,
+    publish_linear_float64,
+    unpack_weight_scales,
+)
 
 __all__ = [
     "Coefficients",
@@ -52,6 +61,7 @@ __all__ = [
     "collapse",
     "collapse_magnitude",
     "dequantize",
+    "dequantize_weight",
     "error_ratio",
     "finalize",
     "float64",
@@ -61,6 +71,10 @@ __all__ = [
     "mhc_post",
     "norm_interval",
     "norms_agree",
+    "pack_weight_scales",
+    "publish_linear",
+    "publish_linear_agrees",
+    "publish_linear_float64",
     "quantize",
     "rms_norm",
     "round_bf16",
@@ -71,6 +85,7 @@ __all__ = [
     "sums_agree",
     "swizzle_scales",
     "ulp_distance",
+    "unpack_weight_scales",
     "unswizzle_scales",
     "widen",
 ]

@@ -538,6 +538,41 @@ class Communicator:
         status = self._library.mhcMarkPublished(self.handle, target.lane, target.owner, rows, stream)
         self._check(status, "end of a publish", target.lane)
 
+    def publish_linear(
+        self,
+        activation: DeviceArray,
+        weight: DeviceArray,
+        scales: DeviceArray | None = None,
+        *,
+        stream: Stream,
+        lane: int = 0,
+        out: DeviceArray | None = None,
+    ) -> DeviceArray:
+        """A linear layer whose output is also stored into every rank's mailbox, for `boundary(published=True)`.
+
+        Weights may be read before earlier work of the stream has ended: they are constants.
+
+        Args:
+            activation: [M, K] bf16, this rank's share of the input features; K is a multiple of 128.
+            weight: [H, K] bf16, or float8_e4m3fn with `scales`.
+            scales: uint8 [H/32, K/32], UE8M0, one for each block of 32 x 32 weights.
+            stream: everything is ordered in it; nothing is waited for.
+            lane: mailbox lane; `boundary(published=True)` must be its next call.
+            out: [M, H] bf16; allocated when not given.
+
+        Returns:
+            `out`. With tp_size 1 it is computed and nothing is published.
+
+        Raises:
+            ValueError: a shape or dtype is wrong.
+            InvalidArgumentError: more rows than the capacity, or K is out of range.
+            MailboxError: the lane is in error.
+        """
+        args, out = publish_linear_arguments(activation, weight, scales, out, self.info.hidden_size)
+        status = self._library.mhcPublishLinear(self.handle, lane, ctypes.byref(args), stream.handle)
+        self._check(status, "publishing linear layer", lane)
+        return out
+
     def boundary(
         self,
         x: DeviceArray | Finalize | None,
@@ -666,6 +701,34 @@ class Communicator:
             nccl_workspace_rows=info.nccl_workspace_rows,
             nccl_version=nccl.version_text(info.nccl_version) if info.nccl_version else None,
         )
+
+
+def publish_linear_arguments(
+    activation: DeviceArray, weight: DeviceArray, scales: DeviceArray | None, out: DeviceArray | None, hidden: int
+) -> tuple[c_api.CPublishLinearArgs, DeviceArray]:
+    """What `mhcPublishLinear` and `mhcPublishLinearLocal` take, checked, and the output, allocated when not given."""
+    if len(activation.shape) != 2:
+        raise ValueError(f"activation: expected [M, K], got {list(activation.shape)}")
+    rows, features = activation.shape
+    _expect("activation", activation, (rows, features), _BF16)
+    _expect("weight", weight, (hidden, features), _BF16 if scales is None else _FP8)
+    if scales is not None:
+        _expect("scales", scales, (hidden // 32, features // 32), np.dtype(np.uint8))
+    if out is None:
+        out = DeviceArray((rows, hidden), _BF16)
+    _expect("out", out, (rows, hidden), _BF16)
+    kind = c_api.WeightType.BF16 if scales is None else c_api.WeightType.E4M3_BLOCK32
+    args = c_api.CPublishLinearArgs(
+        struct_size=ctypes.sizeof(c_api.CPublishLinearArgs),
+        rows=rows,
+        in_features=features,
+        weight_type=int(kind),
+        activation=activation.pointer,
+        weight=weight.pointer,
+        weight_scales=None if scales is None else scales.pointer,
+        out=out.pointer,
+    )
+    return args, out
 
 
 class _AllGatherBridge:

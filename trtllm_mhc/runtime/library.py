@@ -205,6 +205,28 @@ class CBoundaryArgs(ctypes.Structure):
     ]
 
 
+class WeightType(IntEnum):
+    """`mhcWeightType`."""
+
+    BF16 = 0
+    E4M3_BLOCK32 = 1
+
+
+class CPublishLinearArgs(ctypes.Structure):
+    """`mhcPublishLinearArgs`. Device addresses are plain integers."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("rows", ctypes.c_int32),
+        ("in_features", ctypes.c_int32),
+        ("weight_type", ctypes.c_int32),
+        ("activation", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("weight_scales", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    ]
+
+
 class CCoefficientsArgs(ctypes.Structure):
     """`mhcCoefficientsArgs`. Device addresses are plain integers."""
 
@@ -418,6 +440,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         ctypes.c_int,
         [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p],
     ),
+    "mhcPublishLinear": (ctypes.c_int, [_COMM, ctypes.c_int32, ctypes.POINTER(CPublishLinearArgs), ctypes.c_void_p]),
+    "mhcPublishLinearLocal": (ctypes.c_int, [ctypes.c_int32, ctypes.POINTER(CPublishLinearArgs), ctypes.c_void_p]),
     "mhcCoefficientsWorkspaceBytes": (ctypes.c_size_t, [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]),
     "mhcCoefficients": (ctypes.c_int, [ctypes.POINTER(CCoefficientsArgs), ctypes.c_void_p]),
 }

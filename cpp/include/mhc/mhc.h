@@ -281,6 +281,30 @@ MHC_API mhcStatus mhcAllReduce(mhcComm_t comm, int32_t lane, void const* x, void
 MHC_API mhcStatus mhcAllReduceNccl(mhcComm_t comm, int32_t lane, void const* x, void* sum, int32_t rows, void* stream);
 MHC_API mhcStatus mhcAllReduceLocal(void const* x, void* sum, int32_t rows, int32_t hidden, void* stream);
 
+typedef enum mhcWeightType {
+    MHC_WEIGHT_BF16 = 0,
+    MHC_WEIGHT_E4M3_BLOCK32 = 1  // E4M3, one UE8M0 scale for each block of 32 rows and 32 columns
+} mhcWeightType;
+
+// out[m,n] = sum over k of activation[m,k] * weight[n,k], in fp32, rounded once to bf16, -0 as +0. A row's bits do not
+// depend on M. E4M3 weights are multiplied by their scale and rounded to bf16 first, which is exact in bf16's range.
+typedef struct mhcPublishLinearArgs {
+    uint32_t struct_size;
+    int32_t rows;               // M >= 0; 0 does nothing
+    int32_t in_features;        // K of this rank: a multiple of 128, up to 16384
+    int32_t weight_type;        // mhcWeightType
+    void const* activation;     // [M,K] bf16
+    void const* weight;         // [H,K] bf16 or E4M3; read before earlier work of the stream has ended
+    void const* weight_scales;  // [H/32,K/32] UE8M0 bytes, likewise; NULL for bf16
+    void* out;                  // [M,H] bf16
+} mhcPublishLinearArgs;
+
+// A row-parallel linear layer that stores its output into the mailbox as well, as mhcPublish would: at most `capacity`
+// rows, and a boundary with published = 1 must be the lane's next call. With tp_size 1 it only computes.
+MHC_API mhcStatus mhcPublishLinear(mhcComm_t comm, int32_t lane, mhcPublishLinearArgs const* args, void* stream);
+// `out` alone, for any M.
+MHC_API mhcStatus mhcPublishLinearLocal(int32_t hidden, mhcPublishLinearArgs const* args, void* stream);
+
 // The mHC coefficients of one sublayer, from its entry streams; all arithmetic in fp32, no communication:
 //   mixes = (x @ fn^T) * rsqrt(mean(x^2) + rms_norm_eps)
 //   pre = sigmoid(mixes[0:4] * scale[0] + base[0:4]) + hc_eps

@@ -108,7 +108,7 @@ def test_missing_and_broken_libraries_are_told_apart(monkeypatch: pytest.MonkeyP
 def test_registered_plugins_are_listed(trt: Any) -> None:
     found = by_subject(list(doctor.examine({})))
     assert found["TensorRT"].text.startswith(trt.__version__)
-    for name in ("MhcBoundary", "MhcAllReduce", "MhcCoefficients"):
+    for name in ("MhcBoundary", "MhcAllReduce", "MhcCoefficients", "MhcPublishLinear"):
         assert found[f"plugin {name}"] == Finding(f"plugin {name}", State.OK, "version 1, namespace trtllm_mhc")
 
 

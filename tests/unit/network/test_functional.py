@@ -196,7 +196,7 @@ def test_linear_refuses(network, functional, tensors):
 
 
 def test_constant_refuses_other_dtypes(network, functional):
-    with pytest.raises(TypeError, match="expected float32, int32 or bfloat16, got float64"):
+    with pytest.raises(TypeError, match="expected float32, int32, bfloat16 or float8_e4m3fn, got float64"):
         functional.constant(network, np.ones(3))
 
 

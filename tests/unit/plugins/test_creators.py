@@ -48,6 +48,11 @@ def test_creators_declare_their_fields(trt: ModuleType) -> None:
     all_reduce = plugin.creator("MhcAllReduce")
     assert [field.name for field in all_reduce.field_names] == ["format", "tp_size", "rank", "group", "strategy"]
 
+    publish_linear = plugin.creator("MhcPublishLinear")
+    names = [field.name for field in publish_linear.field_names]
+    assert names == ["format", "tp_size", "rank", "group", "weight_type"]
+    assert {field.type for field in publish_linear.field_names} == {trt.PluginFieldType.INT32}
+
     coefficients = plugin.creator("MhcCoefficients")
     types = {field.name: field.type for field in coefficients.field_names}
     assert list(types) == ["format", "hc_mult", *MIXES, "broadcast"]
@@ -69,6 +74,8 @@ def test_creators_declare_their_fields(trt: ModuleType) -> None:
         ("MhcAllReduce", {"tp_size": 1}, 1),
         ("MhcAllReduce", {"tp_size": 4, "strategy": "oneshot"}, 1),
         ("MhcAllReduce", {"tp_size": 4, "strategy": "nccl"}, 1),
+        ("MhcPublishLinear", {"tp_size": 8}, 1),
+        ("MhcPublishLinear", {"tp_size": 2, "weight_type": 1, "format": 1, "rank": 1, "group": (3, 9)}, 1),
         ("MhcCoefficients", MIXES, 3),
         ("MhcCoefficients", MIXES | {"format": 1, "hc_mult": 4, "broadcast": 1, "sinkhorn_iters": 1}, 3),
         ("MhcCoefficients", MIXES | {"rms_norm_eps": 0.0, "hc_eps": 0.0, "post_alpha": -1.0}, 3),
@@ -111,6 +118,9 @@ def test_good_fields_make_a_plugin(
         ("MhcAllReduce", {}, r'MhcAllReduce: field "tp_size" is required'),
         ("MhcAllReduce", {"tp_size": 2, "strategy": "two"}, r'"strategy": expected "oneshot" or "nccl", got "two"'),
         ("MhcAllReduce", {"tp_size": 2, "norm_eps": 1.0}, r'unknown field "norm_eps"'),
+        ("MhcPublishLinear", {}, r'MhcPublishLinear: field "tp_size" is required \(INT32, 1, 2, 4 or 8\), but missing'),
+        ("MhcPublishLinear", {"tp_size": 2, "weight_type": 2}, r'"weight_type": expected 0 \(BF16\) or 1 .*, got 2'),
+        ("MhcPublishLinear", {"tp_size": 2, "published": 1}, r'unknown field "published"'),
         ("MhcCoefficients", {}, r'MhcCoefficients: field "rms_norm_eps" is required \(FLOAT32, .*\), but missing'),
         ("MhcCoefficients", {"rms_norm_eps": 1.0, "hc_eps": 1.0}, r'field "post_alpha" is required .*, but missing'),
         ("MhcCoefficients", MIXES | {"rms_norm_eps": -1.0}, r'"rms_norm_eps": expected a finite number of 0 or more'),
@@ -220,3 +230,5 @@ def test_timing_cache_entries_ignore_the_rank_but_not_the_work(trt: ModuleType) 
         assert cache_id(**first) != cache_id(**second), (first, second)
     mixes = [create("MhcCoefficients", MIXES | more) for more in ({}, {"broadcast": 1}, {"sinkhorn_iters": 3})]
     assert len({build_capability(trt, made).timing_cache_id for made in mixes}) == 3
+    linears = [create("MhcPublishLinear", {"tp_size": 2} | more) for more in ({}, {"weight_type": 1}, {"rank": 1})]
+    assert len({build_capability(trt, made).timing_cache_id for made in linears}) == 2

@@ -148,7 +148,7 @@ def test_fields_of_other_layers_are_refused(trt: ModuleType, network: Any) -> No
     from trtllm_mhc.network.plugins import read_fields
 
     network.add_identity(network.add_input("x", trt.float32, (1,)))
-    ours = r"\['MhcBoundary', 'MhcAllReduce', 'MhcCoefficients'\]"
+    ours = r"\['MhcBoundary', 'MhcAllReduce', 'MhcCoefficients', 'MhcPublishLinear'\]"
     with pytest.raises(ValueError, match=f"expected a layer of one of {ours}, got LayerType"):
         read_fields(network.get_layer(0))
 

@@ -321,7 +321,7 @@ def test_stack_with_plugin_coefficients(trt, forms, network, fuse):
     assert (len(report.found), report.full, report.residual_only) == (80, 77, 3)
     live = [layer for layer in forms.live_layers(network) if layer.type == trt.LayerType.PLUGIN_V3]
     count = {name: sum(plugins.is_plugin_layer(layer, name) for layer in live) for name in plugins.PLUGINS}
-    assert count == {"MhcBoundary": 80, "MhcAllReduce": 0, "MhcCoefficients": 80}
+    assert count == {"MhcBoundary": 80, "MhcAllReduce": 0, "MhcCoefficients": 80, "MhcPublishLinear": 0}
     again = fuse(network)
     assert (again.found, again.already_fused) == ((), 80)
 

@@ -54,7 +54,7 @@ def is_collective(op: Operation) -> bool:
     """Whether the layer may need more than its own rank's values: any that nothing here says otherwise of."""
     kind = layer_type(op.layer).name
     return kind == "DIST_COLLECTIVE" or (
-        kind == "PLUGIN_V3" and not plugins.is_plugin_layer(op.layer, plugins.COEFFICIENTS)
+        kind == "PLUGIN_V3" and not any(plugins.is_plugin_layer(op.layer, name) for name in plugins.LOCAL)
     )
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("polygraphy")
 
 from trtllm_mhc.integrations.polygraphy import SCRIPTS
 
-CREATORS = {"MhcAllReduce": 1, "MhcBoundary": 1, "MhcCoefficients": 1}
+CREATORS = {"MhcAllReduce": 1, "MhcBoundary": 1, "MhcCoefficients": 1, "MhcPublishLinear": 1}
 
 # A "network script" that says what the registry has and what was complained about, and then ends the process.
 REGISTRY_SCRIPT = """
@@ -158,7 +158,7 @@ assert count.value == 3 and all(first[i] and first[i] == again[i] for i in range
 """
     names = """
 found = [c.name for c in tensorrt.get_plugin_registry().all_creators if c.plugin_namespace == "trtllm_mhc"]
-assert sorted(found) == ["MhcAllReduce", "MhcBoundary", "MhcCoefficients"], found
+assert sorted(found) == ["MhcAllReduce", "MhcBoundary", "MhcCoefficients", "MhcPublishLinear"], found
 """
     script = {
         "no TensorRT": look + "assert 'tensorrt' not in sys.modules",
