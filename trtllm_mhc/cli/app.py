@@ -59,6 +59,13 @@ def _console() -> Console:
     return console
 
 
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers separated by commas, got {text!r}", param_hint=option) from None
+
+
 @app.command()
 def doctor(
     group: Annotated[
@@ -137,17 +144,11 @@ def bench(
     """
     from trtllm_mhc.cli.bench import BenchOptions, Files, run
 
-    def numbers(text: str, option: str) -> list[int]:
-        try:
-            return [int(part) for part in text.split(",")]
-        except ValueError:
-            raise typer.BadParameter(f"expected numbers separated by commas, got {text!r}", param_hint=option) from None
-
     options = BenchOptions(
         ops=only.split(","),
-        tps=numbers(tp, "--tp"),
+        tps=_numbers(tp, "--tp"),
         modes=modes.split(","),
-        rows=numbers(rows, "--rows"),
+        rows=_numbers(rows, "--rows"),
         peers=peers,
         against=against.split(","),
         layers=layers,
@@ -155,6 +156,21 @@ def bench(
         commit=commit,
     )
     raise typer.Exit(run(options, Files(record, json_path, plot, table, gate), _console()))
+
+
+@app.command()
+def bench_linear(
+    tp: Annotated[int, typer.Option(help="Ranks that the one rank plays: 2, 4 or 8.")] = 2,
+    rows: Annotated[str, typer.Option(help="Values of M.")] = "1,8,16,64",
+    features: Annotated[str, typer.Option(help="Values of K, the input features of a rank.")] = "1024,2048,4096",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Add the rows here.", dir_okay=False)] = None,
+    commit: Annotated[str | None, typer.Option(envvar="GIT_COMMIT", help="Commit to note in the rows.")] = None,
+) -> None:
+    """Measure the projection that publishes its output beside cuBLAS (through torch) and a publish kernel."""
+    from trtllm_mhc.cli.bench_linear import run
+
+    sizes = _numbers(rows, "--rows"), _numbers(features, "--features")
+    raise typer.Exit(run(tp, *sizes, json_path, commit, _console()))
 
 
 @app.command()
