@@ -123,6 +123,15 @@ Tensors coefficientsTensors(int64_t rows, int64_t hidden, bool broadcast) {
         {desc(DataType::kFLOAT, {rows, 4}), desc(DataType::kFLOAT, {rows, 4, 4}), desc(DataType::kFLOAT, {rows, 4})}};
 }
 
+Tensors publishLinearTensors(int64_t rows, int64_t features, bool scaled) {
+    Tensors tensors{
+        {desc(DataType::kBF16, {rows, features}), desc(scaled ? DataType::kFP8 : DataType::kBF16, {5120, features})},
+        {desc(DataType::kBF16, {rows, 5120})}};
+    if (scaled)
+        tensors.in.push_back(desc(DataType::kINT32, {160, features / 128}));
+    return tensors;
+}
+
 // Every field with its bytes.
 std::vector<std::pair<std::string, std::string>> serialized(nvinfer1::IPluginV3& plugin) {
     PluginFieldCollection const* const fields = runtime(plugin).getFieldsToSerialize();
@@ -392,6 +401,57 @@ TEST(Errors, AreKeptPerThreadAndGivenOutOnce) {
     EXPECT_STREQ(small.data(), "MhcAllR");
     create("MhcAllReduce", {});
     EXPECT_GT(mhcPluginTakeError(nullptr, 0, 0), 0U);
+}
+
+TEST(PublishLinear, ChecksShapesAndTypesOfEveryCall) {
+    for (bool const scaled : {false, true}) {
+        std::vector<PluginField> fields{integer("tp_size", kTwo)};
+        if (scaled)
+            fields.push_back(integer("weight_type", kOne));
+        auto const plugin = create("MhcPublishLinear", fields);
+        for (int64_t const features : {128, 1024, 16384}) {
+            EXPECT_EQ(publishLinearTensors(6, features, scaled).shapeChange(*plugin), 0) << takeError();
+        }
+        EXPECT_NE(publishLinearTensors(6, 1000, scaled).shapeChange(*plugin), 0);
+        EXPECT_EQ(
+            takeError(),
+            "MhcPublishLinear: input 0 (activation): expected shape [M, K (a multiple of 128 up to 16384)], got "
+            "[6, 1000]");
+        Tensors tensors = publishLinearTensors(6, 1024, scaled);
+        tensors.in[1].dims.d[1] = 2048;
+        EXPECT_NE(tensors.shapeChange(*plugin), 0);
+        EXPECT_EQ(takeError(), "MhcPublishLinear: input 1 (weight): expected shape [H, K=1024], got [5120, 2048]");
+        tensors = publishLinearTensors(6, 1024, scaled);
+        tensors.out[0].dims.d[0] = 7;
+        EXPECT_NE(tensors.enqueue(*plugin), 0);
+        EXPECT_EQ(takeError(), "MhcPublishLinear: output 0 (x): expected shape [M=6, H=5120], got [7, 5120]");
+        EXPECT_NE(publishLinearTensors(6, 1024, !scaled).shapeChange(*plugin), 0);
+        EXPECT_NE(takeError().find("expected"), std::string::npos);
+    }
+    std::vector<PluginField> const fields{integer("tp_size", kTwo), integer("weight_type", kOne)};
+    auto const plugin = create("MhcPublishLinear", fields);
+    Tensors tensors = publishLinearTensors(6, 1024, true);
+    tensors.in[2].dims.d[0] = 161;
+    EXPECT_NE(tensors.shapeChange(*plugin), 0);
+    EXPECT_EQ(takeError(), "MhcPublishLinear: input 2 (scales): expected shape [H/32=160, K/128=8], got [161, 8]");
+    tensors = publishLinearTensors(6, 1024, true);
+    tensors.in[2].dims.d[1] = 32;
+    EXPECT_NE(tensors.shapeChange(*plugin), 0);
+    EXPECT_EQ(takeError(), "MhcPublishLinear: input 2 (scales): expected shape [H/32=160, K/128=8], got [160, 32]");
+}
+
+TEST(PublishLinear, CommunicatesOnlyAtRunTime) {
+    auto const tensors = publishLinearTensors(6, 1024, false);
+    auto const atRunTime = create("MhcPublishLinear", {integer("tp_size", kTwo)});
+    EXPECT_NE(tensors.enqueue(*atRunTime), 0);
+    EXPECT_NE(takeError().find("no communicator for world ranks [0, 1]"), std::string::npos);
+    for (auto const& local :
+         {create("MhcPublishLinear", {integer("tp_size", kTwo)}, TensorRTPhase::kBUILD),
+          create("MhcPublishLinear", {integer("tp_size", kOne)})}) {
+        EXPECT_NE(tensors.enqueue(*local), 0);
+        EXPECT_NE(
+            takeError().find("mhcPublishLinearLocal: MHC_INVALID_ARGUMENT: activation is NULL"), std::string::npos);
+    }
 }
 
 }  // namespace
