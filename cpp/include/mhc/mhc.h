@@ -300,7 +300,8 @@ typedef struct mhcPublishLinearArgs {
 } mhcPublishLinearArgs;
 
 // A row-parallel linear layer that stores its output into the mailbox as well, as mhcPublish would: at most `capacity`
-// rows, and a boundary with published = 1 must be the lane's next call. With tp_size 1 it only computes.
+// rows, and a boundary with published = 1 must be the lane's next call. With tp_size 1, and where M goes through NCCL,
+// it only computes.
 MHC_API mhcStatus mhcPublishLinear(mhcComm_t comm, int32_t lane, mhcPublishLinearArgs const* args, void* stream);
 // `out` alone, for any M.
 MHC_API mhcStatus mhcPublishLinearLocal(int32_t hidden, mhcPublishLinearArgs const* args, void* stream);
