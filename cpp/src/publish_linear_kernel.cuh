@@ -144,7 +144,7 @@ struct Activations {
 
 // kRowTiles * 16 tokens at most; kColumns = H/128.
 template <bool kE4m3, int kRowTiles, int kCluster, int kColumns, int kStages>
-__global__ void __launch_bounds__(kLinearThreads) publishLinearKernel(
+__global__ void __launch_bounds__(kLinearThreads, kRowTiles == 1 ? 2 : 1) publishLinearKernel(
     __grid_constant__ Mailbox const box, __grid_constant__ LinearInput const input,
     __grid_constant__ Chunk const chunk) {
     using Shape = LinearShape<kE4m3, kColumns>;
@@ -220,26 +220,29 @@ __global__ void __launch_bounds__(kLinearThreads) publishLinearKernel(
         }
     }
 
+    // Activations are loaded ahead of their use: a whole block where they fit into registers, else half a block.
     using Half = Activations<kE4m3, kRowTiles>;
-    constexpr bool kAhead = kRowTiles == 1;  // activations of the next block are loaded early: registers suffice
-    size_t const rowVectors = static_cast<size_t>(input.features) / 8;
-    int const activeRow = g;
-    uint4 const* activationAt = input.activation + (firstRow + g) * rowVectors +
-                                slice * (Shape::kElementsPerBlock / 8) + t * (2 * Half::kVectors);
+    constexpr bool kBlockAhead = kRowTiles == 1;
     constexpr int kBlockVectors = kSlices * Shape::kElementsPerBlock / 8;
+    size_t const rowVectors = static_cast<size_t>(input.features) / 8;
+    uint4 const* const activationAt = input.activation + (firstRow + g) * rowVectors +
+                                      slice * (Shape::kElementsPerBlock / 8) + t * (2 * Half::kVectors);
+    auto const load = [&](Half& into, int step, int half) {
+        into.load(activationAt + step * kBlockVectors + half * Half::kVectors, g, rows, rowVectors);
+    };
     float sums[kRowTiles][Shape::kColumnTiles][4] = {};
-    Half now[2];
-    Half next[2];
-    if (kAhead && steps > 0) {
-        now[0].load(activationAt, activeRow, rows, rowVectors);
-        now[1].load(activationAt + Half::kVectors, activeRow, rows, rowVectors);
+    Half now[kBlockAhead ? 2 : 1];
+    Half next[kBlockAhead ? 2 : 1];
+    if (steps > 0) {
+        load(now[0], 0, 0);
+        if constexpr (kBlockAhead)
+            load(now[1], 0, 1);
     }
     for (int step = 0; step < steps; ++step) {
-        if constexpr (kAhead) {
+        if constexpr (kBlockAhead) {
             if (step + 1 < steps) {
-                uint4 const* at = activationAt + (step + 1) * kBlockVectors;
-                next[0].load(at, activeRow, rows, rowVectors);
-                next[1].load(at + Half::kVectors, activeRow, rows, rowVectors);
+                load(next[0], step + 1, 0);
+                load(next[1], step + 1, 1);
             }
         }
         copyWait<kStages - 1>();
@@ -259,9 +262,14 @@ __global__ void __launch_bounds__(kLinearThreads) publishLinearKernel(
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if constexpr (!kAhead)
-                now[half].load(
-                    activationAt + step * kBlockVectors + half * Half::kVectors, activeRow, rows, rowVectors);
+            if constexpr (!kBlockAhead) {
+                if (half == 0) {
+                    load(next[0], step, 1);
+                } else if (step + 1 < steps) {
+                    load(next[0], step + 1, 0);
+                }
+            }
+            Half const& activations = now[kBlockAhead ? half : 0];
             uint32_t const chunkAt = slot + static_cast<uint32_t>(g * kBlockBytes + (((2 * t + half) ^ g) * 16));
 #pragma unroll
             for (int n = 0; n < Shape::kColumnTiles; ++n) {
@@ -274,13 +282,15 @@ __global__ void __launch_bounds__(kLinearThreads) publishLinearKernel(
 #pragma unroll
                     for (int m = 0; m < kRowTiles; ++m) {
                         uint32_t a[4];
-                        now[half].operand(m, q, a);
+                        activations.operand(m, q, a);
                         multiplyAdd(sums[m][n], a, b0, b1);
                     }
                 }
             }
+            if constexpr (!kBlockAhead)
+                now[0] = next[0];
         }
-        if constexpr (kAhead) {
+        if constexpr (kBlockAhead) {
             now[0] = next[0];
             now[1] = next[1];
         }
