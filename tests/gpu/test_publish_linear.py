@@ -376,44 +376,50 @@ def test_ranks_that_disagree_and_a_boundary_that_does_not_consume(wait_mode: Wai
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("wait_mode", ["split", "gate"])
 def test_self_loop(wait_mode: WaitMode, kind: str) -> None:
-    """One rank that plays four: runs under compute-sanitizer."""
+    """One rank that plays four, eager and in graphs: runs under compute-sanitizer."""
     tp, features = 4, 640
     rng = np.random.default_rng(4)
     weights = integer_weights(rng, kind, 5120, features)
     whole = integers(rng, 64, features)
     out = reference.publish_linear(whole, weights.weight, weights.scales)
-    with (
-        Communicator.self_loop(
-            tp_size=tp, device=0, hidden_size=5120, wait_mode=wait_mode, timeout_s=10
-        ) as communicator,
-        Stream() as stream,
-    ):
-        weight, scales = weights.tensors()
+    communicator = Communicator.self_loop(tp_size=tp, device=0, hidden_size=5120, wait_mode=wait_mode, timeout_s=10)
+    with communicator, Stream() as stream:
+        tensors = weights.tensors()
         for rows in (1, 9, 20, 64):
             inputs = replace(make_inputs(rng, tp, rows, 5120), xs=[out[:rows]] * tp)
-            call = DeviceInputs(inputs, 0)
-            got = poisoned(rows)
-            activation = DeviceArray.from_numpy(whole[:rows])
-            expected = inputs.expected()
+            check_replays(communicator, stream, DeviceArray.from_numpy(whole[:rows]), tensors, inputs)
 
-            def enqueue() -> None:
-                communicator.publish_linear(activation, weight, scales, out=got, stream=stream)
-                call.boundary(communicator, stream, x=None, published=True)
 
-            def check(what: str) -> None:
-                call.check(expected, stream, what)
-                reference.assert_bits_equal(got.to_numpy(stream), out[:rows], f"out{what}")
+def check_replays(
+    communicator: Communicator,
+    stream: Stream,
+    activation: DeviceArray,
+    tensors: tuple[DeviceArray, DeviceArray | None],
+    inputs: Inputs,
+) -> None:
+    """One call, then graphs of four; `inputs` are of the boundary that consumes."""
+    call = DeviceInputs(inputs, 0)
+    out = poisoned(activation.shape[0])
+    expected = inputs.expected()
 
+    def enqueue() -> None:
+        communicator.publish_linear(activation, *tensors, out=out, stream=stream)
+        call.boundary(communicator, stream, x=None, published=True)
+
+    def check(what: str) -> None:
+        call.check(expected, stream, what)
+        reference.assert_bits_equal(out.to_numpy(stream), inputs.xs[0], f"out{what}")
+
+    enqueue()
+    check(" of the first call")
+    with stream.capture() as graph:
+        for _ in range(4):
             enqueue()
-            check(" of the first call")
-            with stream.capture() as graph:
-                for _ in range(4):
-                    enqueue()
-            for replay in range(3):
-                call.poison()
-                got.fill_bytes(0xFF, stream)
-                graph.launch(stream)
-                check(f" of replay {replay}")
+    for replay in range(3):
+        call.poison()
+        out.fill_bytes(0xFF, stream)
+        graph.launch(stream)
+        check(f" of replay {replay}")
 
 
 # ---- engines --------------------------------------------------------------------------------------------------------
