@@ -154,7 +154,7 @@ library.getCreators.restype = ctypes.POINTER(ctypes.c_void_p)
 count = ctypes.c_int32()
 first = library.getCreators(ctypes.byref(count))
 again = library.getCreators(ctypes.byref(count))
-assert count.value == 3 and all(first[i] and first[i] == again[i] for i in range(3)), count
+assert count.value == 4 and all(first[i] and first[i] == again[i] for i in range(4)), count
 """
     names = """
 found = [c.name for c in tensorrt.get_plugin_registry().all_creators if c.plugin_namespace == "trtllm_mhc"]
