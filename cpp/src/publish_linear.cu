@@ -11,24 +11,6 @@
 namespace mhc {
 namespace {
 
-// Where headers come last they follow in this kernel: every row of every rank is complete when it runs.
-__global__ void __launch_bounds__(kLinearTileRows)
-    publishHeadersKernel(__grid_constant__ Mailbox const box, __grid_constant__ Chunk const chunk) {
-    ptx::gridDependencyWait();
-    __threadfence_system();
-    for (int token = 0; token < chunk.rows; ++token) {
-        uint32_t sequence;
-        // Taken already, by the kernel before: this asks whether it was.
-        if (!takeTicket(box, token, chunk.owner, sequence))
-            return;
-        publishHeader<true>(box, token, headerOf(box, sequence, chunk.totalRows, chunk.operation));
-        if (threadIdx.x == 0) {
-            box.rows[token].operation = chunk.operation;
-            box.rows[token].rows = static_cast<uint32_t>(chunk.totalRows);
-        }
-    }
-}
-
 using LinearKernel = void (*)(Mailbox, LinearInput, Chunk);
 
 struct LinearEntry {
@@ -107,13 +89,12 @@ cudaError_t launchLinear(LinearInput const& input, int hidden, cudaStream_t stre
 
 cudaError_t launchPublishLinear(Mailbox const& box, LinearInput const& input, Chunk const& chunk, cudaStream_t stream) {
     cudaError_t const status = launch(box, input, chunk, box.hiddenSize, stream);
-    if (status != cudaSuccess || !box.headerLast)
-        return status;
-    return launchKernel(publishHeadersKernel, dim3(1), kLinearTileRows, 1, Launch::kPlain, stream, box, chunk);
+    // Where headers come last they follow in a kernel of their own: no CTA knows when a row is complete.
+    return status == cudaSuccess && box.headerLast ? launchMarkPublished(box, chunk, stream) : status;
 }
 
 cudaError_t loadPublishLinearKernels() {
-    cudaError_t status = loadKernels({kernelAddress(publishHeadersKernel)});
+    cudaError_t status = cudaSuccess;
     for (LinearEntry const& each : allKernels()) {
         if (status == cudaSuccess)
             status = allowShared(each);
