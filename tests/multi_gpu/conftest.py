@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything here needs a GPU for each of at least two ranks; test_nccl.py makes do with one where NCCL does: 2.30 or
+"""Everything here needs a GPU for each of at least two ranks; test_nccl*.py make do with one where NCCL does: 2.30 or
 newer, NCCL_MULTI_RANK_GPU_ENABLE=1."""
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def ranks_may_share_a_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def _enough_gpus(request: pytest.FixtureRequest, gpus: int) -> None:
-    makes_do = request.path.name == "test_nccl.py" and ranks_may_share_a_gpu()
+    makes_do = request.path.name.startswith("test_nccl") and ranks_may_share_a_gpu()
     if gpus < 2 and not makes_do:
         pytest.skip(f"needs 2 GPUs, this machine has {gpus}")

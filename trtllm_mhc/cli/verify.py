@@ -342,8 +342,8 @@ def _engines(
         plans = build_jobs(built, jobs.tp_size, rows, cache, steps.say)
     if options.save_engines is not None:
         save(plans, options.save_engines, steps.console)
-    sizes = {"hidden_size": jobs.config.hidden_size, "capacity": max(options.rows, 64), "lanes": len(plans)}
-    with communicators(group, "verify", **sizes) as comms:
+    hidden, capacity = jobs.config.hidden_size, max(options.rows, 64)
+    with communicators(group, "verify", hidden_size=hidden, capacity=capacity, lanes=len(plans)) as comms:
         yield _AsEngines(plans, comms, group)
 
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import ml_dtypes
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from trtllm_mhc import plugin_control
 from trtllm_mhc.network.layers import numpy_dtype
 from trtllm_mhc.runtime import inspection
 from trtllm_mhc.runtime.build import EngineError, ErrorRecorder, Plan, explain, logger, require_device
-from trtllm_mhc.runtime.communicator import Communicator
+from trtllm_mhc.runtime.communicator import Communicator, CommunicatorOptions
 from trtllm_mhc.runtime.cuda import CudaError, DeviceArray, Event, Graph, Stream
 from trtllm_mhc.runtime.library import MailboxError
 from trtllm_mhc.runtime.threads import ThreadGroup
@@ -31,11 +31,10 @@ Outputs = dict[str, npt.NDArray[Any]]
 def communicators(
     group: ThreadGroup,
     name: str,
+    /,
     *,
     hidden_size: int,
-    capacity: int = 64,
-    lanes: int = 1,
-    timeout_s: float = 60.0,
+    **options: Unpack[CommunicatorOptions],
 ) -> Iterator[list[Communicator]]:
     """The communicators of all ranks of `group`, which has devices; made and closed collectively.
 
@@ -52,11 +51,10 @@ def communicators(
             rank=rank,
             device=devices[rank],
             hidden_size=hidden_size,
-            capacity=capacity,
-            lanes=lanes,
-            timeout_s=timeout_s,
+            **options,
         )
 
+    timeout_s = options.get("timeout_s", 60.0)
     made = group.run(create, timeout_s=2 * timeout_s)
     try:
         yield made
