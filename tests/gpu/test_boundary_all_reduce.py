@@ -153,7 +153,9 @@ def test_captured_by_torch(tp: int) -> None:
         statics = [Tensors(inputs, rank) for inputs in sets[0]]
         stream = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
+        torch_producer(all_reduce.publish_target(), statics[1].x, all_reduce.tp)  # torch's kernels are loaded by now
         stream.synchronize()
+        all_reduce.reset()
         with captures, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = [all_reduce(statics[0].x, *statics[0].rest)]
             torch_producer(all_reduce.publish_target(), statics[1].x, all_reduce.tp)

@@ -345,10 +345,12 @@ from trtllm_mhc.runtime.cuda import CudaError, CudaTimeoutError
 
 inputs = make_inputs(np.random.default_rng(0), 2, 3, 5120)
 group = Loopback(2, timeout_s=0.5, on_error="trap", wait_mode=sys.argv[1])
+calls = []  # stay: freeing memory fails after a trap
 
 
 def work(rank, communicator, stream):
     call = DeviceInputs(inputs, rank)
+    calls.append(call)
     with stream.capture() as graph:
         call.boundary(communicator, stream)
     group.barrier()

@@ -41,6 +41,7 @@ def test_a_producer_of_ones_own(tp: int, wait_mode: str, takes_ticket: bool) -> 
             call.check(want, stream, f" on rank {rank}")
         with stream.capture() as graph:
             boundaries()
+        group.barrier()
         for _ in range(20):
             for call in mine:
                 call.poison()
