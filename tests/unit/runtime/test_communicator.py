@@ -77,3 +77,48 @@ def test_wrong_parts_become_the_cause(parts: list[bytes]) -> None:
     with pytest.raises(c_api.PeerFailedError) as caught:
         bridge.check(Failing(), 7, "creating")  # type: ignore[arg-type]
     assert "must return 2 parts of 3 bytes" in str(caught.value.__cause__)
+
+
+class RecordingLibrary:
+    """A library in which every call succeeds."""
+
+    def __init__(self) -> None:
+        self.marked: list[tuple[object, ...]] = []
+
+    def check(self, status: int, what: str, comm: object = None, lane: int = -1) -> None:
+        assert status == 0
+
+    def mhcCommGetInfo(self, comm: object, info: object) -> int:  # noqa: N802
+        return 0
+
+    def mhcCommPublishTarget(self, comm: object, lane: int, argument: object) -> int:  # noqa: N802
+        target: c_api.CPublishTarget = argument._obj  # type: ignore[attr-defined]
+        assert target.struct_size == ctypes.sizeof(c_api.CPublishTarget)
+        target.tp_size, target.rank, target.hidden_size, target.capacity, target.owner = 2, 1, 4096, 64, 9
+        target.slots[0], target.slots[1] = 0x100, 0x200
+        target.generation_stride, target.rank_stride, target.row_stride, target.state = 300, 200, 100, 0x300
+        return 0
+
+    def mhcMarkPublished(self, *arguments: object) -> int:  # noqa: N802
+        self.marked.append(arguments[1:])
+        return 0
+
+
+def test_publish_target_says_where_a_producer_stores() -> None:
+    lib = RecordingLibrary()
+    communicator = module.Communicator(lib, ctypes.c_void_p(1))  # type: ignore[arg-type]
+    target = communicator.publish_target(lane=3)
+    assert target == module.PublishTarget(
+        slots=(0x100, 0x200),
+        generation_stride=300,
+        rank_stride=200,
+        row_stride=100,
+        state=0x300,
+        owner=9,
+        rank=1,
+        capacity=64,
+        hidden_size=4096,
+        lane=3,
+    )
+    communicator.mark_published(target, 7, stream=11)
+    assert lib.marked == [(3, 9, 7, 11)]
