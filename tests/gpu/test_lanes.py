@@ -61,7 +61,7 @@ def test_graphs_with_a_lane_each_run_at_once(tp: int, wait_mode: str) -> None:
         group.run(work)
 
 
-ROUNDS = 40
+ROUNDS = 16
 
 
 @functools.cache
@@ -137,9 +137,10 @@ def test_two_streams_on_one_lane(wait_mode: str, captured: bool) -> None:
                 counted["right" if record is None else record.kind.name] += 1
                 for graph in graphs:
                     graph.close()
+                group.barrier()
                 communicator.reset()
 
-    with Loopback(2, timeout_s=0.05, wait_mode=wait_mode) as group:
+    with Loopback(2, timeout_s=0.3, wait_mode=wait_mode) as group:
         group.run(work)
     print(f"{wait_mode}: {dict(counted)}")
 

@@ -88,7 +88,7 @@ def _call(rng: np.random.Generator, capacity: int, largest: int) -> Call:
 def make_plan(
     rng: np.random.Generator, boundaries: int, capacity: int, largest: int, *, graphs: int = 8, graph_calls: int = 128
 ) -> Plan:
-    """At least `boundaries` boundaries, about a twentieth of them eager; a collective reset now and then."""
+    """At least `boundaries` boundaries, a few per cent of them eager; a collective reset now and then."""
     plan = Plan()
     graph_calls = max(4, min(graph_calls, boundaries // 8))
     for _ in range(graphs):
@@ -98,7 +98,7 @@ def make_plan(
         plan.steps.append(Step("graph", int(rng.integers(graphs))))
         done += graph_calls
         if rng.random() < 0.6:
-            eager = tuple(_call(rng, capacity, largest) for _ in range(int(rng.integers(1, 2 + graph_calls // 6))))
+            eager = tuple(_call(rng, capacity, largest) for _ in range(int(rng.integers(1, 2 + graph_calls // 10))))
             plan.steps.append(Step("eager", calls=eager))
             done += len(eager)
         if rng.random() < 0.01:

@@ -171,12 +171,14 @@ def run_all(
     timeout_s: float,
     output: Path | None,
 ) -> dict[str, Any]:
-    """All runs asked for; prints the seed first and writes the record after each."""
+    """All runs asked for; prints the seed first and writes the record after each.
+
+    Returns the record of these runs. A file that is there already keeps its runs of other kinds, numbers of ranks and
+    ways of waiting.
+    """
     seed = random.randrange(2**31) if seed is None else seed
     print(f"seed {seed}", flush=True)
-    runs: list[dict[str, Any]] = []
-    record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    environment = {
         "device": cuda.device_info(0).name,
         "devices": cuda.device_count(),
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -184,29 +186,36 @@ def run_all(
         "seed": seed,
         "hidden_size": HIDDEN,
         "capacity": CAPACITY,
-        "runs": runs,
     }
+    runs: list[dict[str, Any]] = []
 
-    def write() -> None:
-        for key in ("boundaries", "seconds", "mismatches", "hangs"):
-            record[key] = round(sum(run[key] for run in runs), 2)
-        record["ranks"] = sorted({run["ranks"] for run in runs})
+    def add(run: dict[str, Any]) -> None:
+        runs.append({"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **environment, **run})
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(record, indent=1) + "\n")
+            old = json.loads(output.read_text())["runs"] if output.exists() else []
+            output.write_text(json.dumps(_merged(old, runs), indent=1) + "\n")
 
-    for tp in process_ranks:
-        runs.append(run_processes(tp, process_boundaries, seed, timeout_s))
-        write()
     for tp in thread_ranks:
         for wait_mode in wait_modes:
-            runs.append(run_threads(tp, boundaries, seed, wait_mode, timeout_s))
-            write()
-            if any(run["hangs"] for run in runs):
+            add(run_threads(tp, boundaries, seed, wait_mode, timeout_s))
+            if runs[-1]["hangs"]:
                 # Threads that wait in the driver cannot be ended.
                 print("a rank did not come back: no further runs in this process", file=sys.stderr, flush=True)
-                return record
-    return record
+                return {"runs": runs}
+    for tp in process_ranks:
+        add(run_processes(tp, process_boundaries, seed, timeout_s))
+    return {"runs": runs}
+
+
+def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> dict[str, Any]:
+    def kind(run: dict[str, Any]) -> tuple[str, int, str]:
+        return run["kind"], run["ranks"], run["wait_mode"]
+
+    replaced = {kind(run) for run in new}
+    runs = sorted([run for run in old if kind(run) not in replaced] + new, key=kind)
+    totals = {key: round(sum(run[key] for run in runs), 2) for key in ("boundaries", "seconds", "mismatches", "hangs")}
+    return {**totals, "ranks": sorted({run["ranks"] for run in runs}), "runs": runs}
 
 
 def _first_line(*command: str) -> str | None:
