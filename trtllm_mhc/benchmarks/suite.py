@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -153,8 +153,8 @@ def _engines(op: Op, suite: Suite, rows: Sequence[int], against: Sequence[str]) 
         wanted = [name for name in wanted if name != "tensorrt_nccl"]
     if not wanted:
         return []
-    if importlib.util.find_spec("tensorrt") is None:
-        suite.skipped += [(f"{op}, {name}", "not installed: tensorrt") for name in wanted]
+    if reason := _why_no_tensorrt():
+        suite.skipped += [(f"{op}, {name}", reason) for name in wanted]
         return []
     from trtllm_mhc.benchmarks import engines
     from trtllm_mhc.runtime.build import TimingCache
@@ -162,12 +162,20 @@ def _engines(op: Op, suite: Suite, rows: Sequence[int], against: Sequence[str]) 
     return engines.boundary_cases(rows, place.tp, wanted, TimingCache())
 
 
+def _why_no_tensorrt() -> str | None:
+    try:
+        importlib.import_module("tensorrt")
+    except ImportError as error:  # the package is missing, or its libraries are
+        return f"{error.msg}"
+    return None
+
+
 def _add_stack(suite: Suite, rows: Sequence[int], layers: int, sublayers: Sequence[Sublayers]) -> None:
     place = suite.place
     if place.tp != 2 or place.mode == "loopback" or not rows:
         return
-    if importlib.util.find_spec("tensorrt") is None:
-        suite.skipped.append(("stack", "not installed: tensorrt"))
+    if reason := _why_no_tensorrt():
+        suite.skipped.append(("stack", reason))
         return
     from trtllm_mhc.benchmarks import engines
     from trtllm_mhc.runtime.build import TimingCache

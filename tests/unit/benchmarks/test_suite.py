@@ -51,6 +51,17 @@ def test_what_is_missing_has_a_reason() -> None:
     assert {case.implementation for case in planned.cases} == {"trtllm_mhc"}
 
 
+@pytest.mark.parametrize("error", ["No module named 'tensorrt'", "libnvinfer.so.10: cannot open shared object file"])
+def test_without_tensorrt_everything_else_is_measured(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    def fail(name: str) -> None:
+        raise ImportError(error)
+
+    monkeypatch.setattr(suite.importlib, "import_module", fail)
+    planned = suite.plan(Place(2, "self_loop"), ["boundary", "stack"], [8], peers=None, against=["tensorrt"])
+    assert planned.skipped == [("boundary, tensorrt", error), ("stack", error)]
+    assert {case.implementation for case in planned.cases} == {"trtllm_mhc"}
+
+
 def test_cold_cases_only_where_they_can_be_measured() -> None:
     def caches(place: Place) -> set[str]:
         return {case.cache for case in suite.plan(place, ["boundary"], [8], peers=None, against=[]).cases}
