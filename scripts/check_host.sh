@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   check_host.sh threads               the host side's tests under ThreadSanitizer
-#   check_host.sh fuzz [SECONDS]        libFuzzer on serialised plugin fields and on rendezvous messages, SECONDS each (15)
+#   check_host.sh fuzz [SECONDS]        libFuzzer on serialised plugin fields and on what ranks tell each other, SECONDS each (15)
 #
 # The host side is compiled with clang and a CUDA that is not there (cpp/tests/host/fake_cuda.cpp). Include folders are
 # those of the build in build/dev (BUILD=...). A crashing input stays in build/fuzz.
@@ -65,7 +65,7 @@ threads)
     TSAN_OPTIONS=halt_on_error=1 timeout 300 build/tsan/host_tests --gtest_brief=1
     ;;
 fuzz)
-    targets=(plugin_fields rendezvous)
+    targets=(plugin_fields rendezvous meeting)
     build build/fuzz fuzzer-no-link,address,undefined "${host[@]}" "${plugins[@]}"
     for target in "${targets[@]}"; do
         build build/fuzz fuzzer,address,undefined "cpp/tests/fuzz/${target}_fuzzer.cpp"

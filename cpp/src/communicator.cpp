@@ -320,6 +320,8 @@ private:
     Mailbox box(int lane, std::vector<std::byte*> const& bases) const {
         Mailbox box{};
         for (int r = 0; r < s_.tpSize; ++r) {
+            if (bases[static_cast<size_t>(r)] == nullptr)
+                continue;  // out of reach: NCCL carries everything
             std::byte* base = bases[static_cast<size_t>(r)] + bytesPerLane(s_) * lane;
             box.slots[r] = reinterpret_cast<uint4*>(base);
             box.headers[r] = reinterpret_cast<uint4*>(base + slotBytesPerLane(s_));

@@ -29,14 +29,6 @@ struct FailureText {
     char sentence[kMaxReason];
 };
 
-[[noreturn]] void failAsTold(std::vector<uint8_t> const& payload) {
-    FailureText told{};
-    std::memcpy(&told, payload.data(), std::min(payload.size(), sizeof(told)));
-    std::string sentence(told.sentence, strnlen(told.sentence, sizeof(told.sentence)));
-    std::replace_if(sentence.begin(), sentence.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, '?');
-    fail(told.status == MHC_TIMEOUT ? MHC_TIMEOUT : MHC_PEER_FAILED, "rank 0 ended the meeting: ", sentence);
-}
-
 // Waits until one of the descriptors has something to read, or until the deadline.
 void awaitAny(std::vector<int> const& descriptors, Deadline deadline) {
     std::vector<pollfd> waiting;
@@ -197,7 +189,7 @@ public:
             }
         }
         if (message.kind == MessageKind::kFailure)
-            failAsTold(message.payload);
+            throw readFailure(message.payload);
         if (message.kind != MessageKind::kGathered || message.payload.size() != bytes * ranks_) {
             fail(
                 MHC_PEER_FAILED, "rank 0 answers with ", message.payload.size(), " bytes, expected ", bytes * ranks_,
@@ -235,6 +227,14 @@ private:
 };
 
 }  // namespace
+
+Failure readFailure(std::vector<uint8_t> const& payload) {
+    FailureText told{};
+    std::copy_n(payload.begin(), std::min(payload.size(), sizeof(told)), reinterpret_cast<uint8_t*>(&told));
+    std::string sentence(told.sentence, strnlen(told.sentence, sizeof(told.sentence)));
+    std::replace_if(sentence.begin(), sentence.end(), [](unsigned char c) { return c < 0x20 || c == 0x7F; }, '?');
+    return Failure(told.status == MHC_TIMEOUT ? MHC_TIMEOUT : MHC_PEER_FAILED, "rank 0 ended the meeting: " + sentence);
+}
 
 void Lobby::enter(Descriptor socket, Deadline deadline) {
     if (applicants_.size() >= kMaxApplicants)

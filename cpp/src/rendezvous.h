@@ -11,6 +11,7 @@
 #include "bootstrap.h"
 #include "rendezvous_link.h"
 #include "rendezvous_place.h"
+#include "status.h"
 
 namespace mhc {
 
@@ -39,6 +40,10 @@ private:
     int refused_ = 0;
     std::string lastRefused_;
 };
+
+// What rank 0 tells the others when it gives up, as this rank's error. The sentence is a peer's: of bounded length, and
+// without control characters.
+Failure readFailure(std::vector<uint8_t> const& payload);
 
 // Over TCP the secret must have at least kMinSecretBytes; in a folder it may be empty, since nobody else gets there.
 constexpr size_t kMinSecretBytes = 16;

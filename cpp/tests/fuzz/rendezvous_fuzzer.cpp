@@ -36,7 +36,9 @@ struct Change {
 int allGather(void* context, void const* send, void* receive, size_t bytes) {
     auto& peers = *static_cast<Peers*>(context);
     auto* const all = static_cast<uint8_t*>(receive);
-    constexpr size_t kRankAt = 8;  // in the first message: magic, tp_size, rank
+    constexpr size_t kRankAt = 8;     // in the first message: magic, tp_size, rank
+    constexpr size_t kReachAt = 256;  // in the second, after a verdict: how the rank reaches each
+    constexpr int32_t reach[] = {MHC_REACH_PEER_ACCESS, MHC_REACH_SELF};
     for (int32_t rank = 0; rank < 2; ++rank) {
         uint8_t* const mine = all + bytes * static_cast<size_t>(rank);
         std::memcpy(mine, send, bytes);
@@ -44,6 +46,8 @@ int allGather(void* context, void const* send, void* receive, size_t bytes) {
             continue;
         if (peers.round == 0)
             std::memcpy(mine + kRankAt, &rank, sizeof(rank));
+        if (peers.round == 1)
+            std::memcpy(mine + kReachAt, reach, sizeof(reach));
         uint8_t changes = 0;
         peers.take(&changes, 1);
         for (int i = 0; i < changes % 4; ++i) {
