@@ -1,171 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many execution contexts and groups in one process: nothing leaks, and each finds its own communicator."""
+"""Several engines, contexts, graphs and groups in one process."""
 
 from __future__ import annotations
 
-import json
+import gc
 import os
-import subprocess
-import sys
-from pathlib import Path
+import resource
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.gpu.loopback import DeviceInputs, make_inputs
+from tests.gpu.loopback import DeviceInputs, Loopback, make_inputs
+from tests.gpu.test_engines import HIDDEN, TIMEOUT_S, Array, Plans, check, feeds_of, plans
 from trtllm_mhc.runtime import cuda
 from trtllm_mhc.runtime.communicator import Communicator
-from trtllm_mhc.runtime.cuda import DeviceArray, Stream
+from trtllm_mhc.runtime.cuda import Stream
 from trtllm_mhc.runtime.threads import ThreadGroup
 
-HIDDEN = 5120
-EPS = float(np.float32(1e-20))
-ROOT = Path(__file__).parents[2]
-CONTEXTS = 1000
-# What Python and the driver may keep; a context of this engine takes 1 MiB of the device and a leaked one of a
-# thousand would show on either side. Device memory is given out in pages of 2 MiB.
-HOST_BYTES = 8 << 20
-DEVICE_BYTES = 4 << 20
+__all__ = ["plans"]  # the fixture
 
 
-def host_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def device_bytes() -> int:
-    free, total = cuda.call("cudaMemGetInfo")
-    return int(total - free)
+def test_engines_with_a_lane_each_run_at_once(trt: Any, plans: Plans) -> None:
+    """Two engines, each with a context and a graph on its own lane of the same communicators, driven by two threads."""
+    from trtllm_mhc.runtime.engine import EngineGroup, communicators
+
+    rng = np.random.default_rng(5)
+    both = [[make_inputs(rng, 2, rows, HIDDEN) for _ in range(3)] for rows in (4, 7)]
+    both[1] = [inputs.residual_only() for inputs in both[1]]
+    ranks = ThreadGroup.on_devices(2)
+    failures: list[BaseException] = []
+
+    def drive(engines: EngineGroup, sets: list[Any]) -> None:
+        try:
+            for replay in range(50):
+                inputs = sets[replay % len(sets)]
+                check(engines.replay(feeds_of(inputs)), inputs, f"replay {replay}")
+        except BaseException as error:
+            failures.append(error)
+
+    with (
+        communicators(ranks, "engines at once", hidden_size=HIDDEN, lanes=2, timeout_s=TIMEOUT_S) as comms,
+        EngineGroup(plans(2, "fused"), comms, ThreadGroup.on_devices(2), lane=0) as one,
+        EngineGroup(plans(2, "residual-only"), comms, ThreadGroup.on_devices(2), lane=1) as two,
+    ):
+        for engines, sets in zip((one, two), both, strict=True):
+            check(engines.run(feeds_of(sets[0])), sets[0], "alone")
+            engines.capture(passes=2)
+        threads = [
+            threading.Thread(target=drive, args=(engines, sets), daemon=True)
+            for engines, sets in zip((one, two), both, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    if failures:
+        raise failures[0]
 
 
-def test_a_thousand_contexts_leave_nothing(trt: Any) -> None:
-    """Made, enqueued (each hundredth) and destroyed on both ranks; host and device memory before and after."""
-    from trtllm_mhc import plugin_control
+def test_a_thousand_contexts_leave_nothing_behind(trt: Any, plans: Plans) -> None:
+    """Contexts bind to the communicator when they are made and let go of it when they end: memory of host and device
+    stays where it was, and the communicator can be closed and its memory freed."""
     from trtllm_mhc.runtime import build
-    from trtllm_mhc.runtime.engine import communicators
+
+    data = plans(2, "fused")[0].data
+    inputs = make_inputs(np.random.default_rng(3), 2, 4, HIDDEN)
+    expected = inputs.expected()
+    grown: list[tuple[int, int]] = []
+
+    def work(rank: int, communicator: Communicator, stream: Stream) -> None:
+        call = DeviceInputs(inputs, rank)
+        if rank == 0:
+            runtime = trt.Runtime(build.logger())
+            engine = runtime.deserialize_cuda_engine(data)
+            with communicator.bound():
+                for count in range(1000):
+                    context = engine.create_execution_context()
+                    assert context is not None
+                    del context
+                    if count == 100:  # pools and caches are filled by now
+                        gc.collect()
+                        free, resident = cuda.call("cudaMemGetInfo")[0], resident_bytes()
+            gc.collect()
+            grown.append((free - cuda.call("cudaMemGetInfo")[0], resident_bytes() - resident))
+            del engine, runtime
+        group.barrier()
+        call.boundary(communicator, stream)
+        call.check(expected, stream, f" on rank {rank}")
+
+    with Loopback(2) as group:
+        group.run(work)
+        size = group.ranks[0][0].info.mailbox_bytes
+        free = cuda.call("cudaMemGetInfo")[0]
+    device, host = grown[0]
+    assert device <= 4 << 20
+    assert host < 8 << 20  # 900 contexts of 10 KB would already be more
+    assert cuda.call("cudaMemGetInfo")[0] - free >= size  # a context that held on to it would keep it
+
+
+def test_two_groups_in_one_process() -> None:
+    """Their ranks run at once, and never meet."""
+    rng = np.random.default_rng(6)
+    inputs = [make_inputs(rng, tp, rows, HIDDEN) for tp, rows in ((2, 3), (4, 6))]
+    expected = [each.expected() for each in inputs]
+    failures: list[BaseException] = []
+
+    def drive(which: int, group: Loopback) -> None:
+        def work(rank: int, communicator: Communicator, stream: Stream) -> None:
+            call = DeviceInputs(inputs[which], rank)
+            group.barrier()
+            for _ in range(200):
+                call.poison()
+                call.boundary(communicator, stream)
+                call.check(expected[which], stream, f" of group {which}, rank {rank}")
+
+        try:
+            group.run(work)
+        except BaseException as error:
+            failures.append(error)
+
+    with Loopback(2) as small, Loopback(4) as large:
+        threads = [
+            threading.Thread(target=drive, args=(which, group), daemon=True)
+            for which, group in enumerate((small, large))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def test_a_plan_that_carries_the_library(trt: Any) -> None:
+    """TensorRT can store the plugin library in a plan. Where the library is loaded already, plugins of the plan use the
+    same communicators."""
+    from trtllm_mhc import plugin
+    from trtllm_mhc.runtime import build
     from trtllm_mhc.verification.boundary_stack import SingleBoundaryJobs
 
-    job = SingleBoundaryJobs(HIDDEN, 2, EPS).fused()
-    plan = build.build_engine(lambda network: job.populate(network, 0), rows=build.RowRange(1, 2, 4))
-    inputs = make_inputs(np.random.default_rng(6), 2, 2, HIDDEN)
-    assert inputs.pre is not None
-    assert inputs.gamma is not None
-    group = ThreadGroup(2, [0, 0])
-    with communicators(group, "a thousand", hidden_size=HIDDEN, timeout_s=20) as comms:
-        cuda.set_device(0)
-        runtimes = [trt.Runtime(build.logger()) for _ in comms]
-        engines = [runtime.deserialize_cuda_engine(plan.data) for runtime in runtimes]
-        streams = [Stream() for _ in comms]
-        on_device = [DeviceInputs(inputs, rank) for rank in range(2)]
-        scratch = [DeviceArray((4, 4, HIDDEN), inputs.residual.dtype) for _ in range(4)]
+    if not hasattr(trt.IBuilderConfig, "plugins_to_serialize"):
+        pytest.skip("this TensorRT does not store libraries in plans")
+    job = SingleBoundaryJobs(HIDDEN, 2, float(np.float32(1e-20))).fused()
+    recorder = build.ErrorRecorder()
+    builder = build.make_builder(recorder)
+    network = build.make_network(builder)
+    keep = job.populate(network, 0)
+    config = builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)
+    config.plugins_to_serialize = [os.fspath(plugin.library_path())]
+    optimization = builder.create_optimization_profile()
+    for name, shapes in build.profile_shapes(network, build.RowRange(1, 4, 8), {}).items():
+        optimization.set_shape(name, *shapes)
+    config.add_optimization_profile(optimization)
+    data = builder.build_serialized_network(network, config)
+    assert data is not None, build.explain("build", recorder, any_thread=True)
+    del keep
+    inputs = make_inputs(np.random.default_rng(8), 2, 4, HIDDEN)
 
-        def once(enqueued: bool) -> None:
-            contexts = []
-            for rank, communicator in enumerate(comms):
-                with communicator.bound():
-                    contexts.append(engines[rank].create_execution_context())
-            if not enqueued:
-                return
-            for rank, context in enumerate(contexts):
-                given = on_device[rank]
-                for name in ("x", "residual", "post", "comb", "pre", "gamma"):
-                    array = getattr(given, name)
-                    context.set_input_shape(name, array.shape)
-                    context.set_tensor_address(name, array.pointer)
-                context.set_tensor_address("residual_out", scratch[2 * rank].pointer)
-                context.set_tensor_address("layer_input", scratch[2 * rank + 1].pointer)
-                with plugin_control.warmup():
-                    assert context.execute_async_v3(streams[rank].handle), plugin_control.take_error()
-            for stream in streams:
-                stream.synchronize(20)
-            for rank, context in enumerate(contexts):
-                assert context.execute_async_v3(streams[rank].handle), plugin_control.take_error()
-            for stream in streams:
-                stream.synchronize(20)
+    def work(rank: int, communicator: Communicator, stream: Stream) -> dict[str, Array]:
+        from trtllm_mhc import plugin_control
 
-        for index in range(100):
-            once(index % 10 == 0)
-        before = host_bytes(), device_bytes()
-        for index in range(CONTEXTS // 2):
-            once(index % 100 == 0)
-        after = host_bytes(), device_bytes()
-        assert all(communicator.status() is None for communicator in comms)
-        engines.clear()
-        runtimes.clear()
-    print(f"{CONTEXTS} contexts: host {after[0] - before[0]:+} bytes, device {after[1] - before[1]:+} bytes")
-    assert after[0] - before[0] < HOST_BYTES
-    assert after[1] - before[1] < DEVICE_BYTES
+        recorder = build.ErrorRecorder()
+        runtime = trt.Runtime(build.logger())
+        runtime.error_recorder = recorder
+        runtime.engine_host_code_allowed = True  # libraries in plans are code
+        engine = runtime.deserialize_cuda_engine(data)
+        assert engine is not None, build.explain("deserialise", recorder)
+        with communicator.bound():
+            context = engine.create_execution_context()
+        call = DeviceInputs(inputs, rank)
+        tensors = {name: getattr(call, name) for name in ("x", "residual", "post", "comb", "pre", "gamma")}
+        for name, array in tensors.items():
+            context.set_input_shape(name, array.shape)
+        tensors |= {"residual_out": call.residual_out, "layer_input": call.layer_input}
+        for name, array in tensors.items():
+            context.set_tensor_address(name, array.pointer)
+        with plugin_control.warmup():
+            assert context.execute_async_v3(stream.handle), build.explain("warm-up", recorder)
+        stream.synchronize(TIMEOUT_S)
+        call.poison()
+        group.barrier()
+        assert context.execute_async_v3(stream.handle), build.explain("execution", recorder)
+        call.check(inputs.expected(), stream, f" on rank {rank}")
+        return {}
 
-
-def test_communicators_leave_nothing() -> None:
-    def once(rank: int, turn: int) -> None:
-        Communicator.threads(f"turn {turn}", tp_size=2, rank=rank, device=0, hidden_size=HIDDEN).close()
-
-    group = ThreadGroup(2, [0, 0])
-
-    def turns(first: int, last: int) -> None:
-        group.run(lambda rank: [once(rank, turn) for turn in range(first, last)], timeout_s=60)
-
-    turns(0, 10)
-    before = host_bytes(), device_bytes()
-    turns(10, 110)
-    assert host_bytes() - before[0] < HOST_BYTES
-    assert device_bytes() - before[1] < DEVICE_BYTES
-
-
-def test_two_groups_at_once() -> None:
-    """World ranks 0, 1 and 2, 3: each group with other values, all four at work at the same time."""
-    group = ThreadGroup.on_devices(4)
-    calls = [make_inputs(np.random.default_rng(seed), 2, 7, HIDDEN) for seed in range(2)]
-    assert group.devices is not None
-    devices = group.devices
-
-    def work(world_rank: int) -> None:
-        number, rank = divmod(world_rank, 2)
-        with Communicator.threads(
-            f"group {number}",
-            tp_size=2,
-            rank=rank,
-            device=devices[world_rank],
-            hidden_size=HIDDEN,
-            timeout_s=20,
-            wait_mode="gate",
-            group=(2 * number, 2 * number + 1),
-        ) as communicator:
-            stream = Stream()
-            on_device = DeviceInputs(calls[number], rank)
-            expected = calls[number].expected()
-            group.barrier()
-            for turn in range(50):
-                on_device.poison()
-                on_device.boundary(communicator, stream)
-                on_device.check(expected, stream, f" of world rank {world_rank}, turn {turn}")
-            group.barrier()
-
-    group.run(work, timeout_s=100)
-
-
-@pytest.fixture(scope="module")
-def embedded(trt: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("embedded") / "with_library.engine"
-    run_script("build", path)
-    return path
-
-
-def run_script(*arguments: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.embedded_library", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("order", ["package", "engine"])
-def test_a_library_that_is_in_the_engine_too_sees_the_same_communicators(embedded: Path, order: str) -> None:
-    report = json.loads(run_script(order, embedded).splitlines()[-1])
-    assert report["copies"] >= 2  # otherwise TensorRT has unpacked none, and nothing was tested
+    with Loopback(2) as group:
+        group.run(work)
