@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of its own for test_embedded_library.py: an engine that carries the plugin library, beside the library itself.
+"""A process of its own for test_embedded_library.py: an engine that carries the library, beside the library.
 
 embedded_library.py build FILE     builds one boundary with the library in it
 embedded_library.py ORDER FILE     runs it on two ranks; ORDER: "package" is loaded first, or the "engine" is
