@@ -62,6 +62,7 @@ std::vector<Launcher> const& launchers() {
          "OMPI_COMM_WORLD_LOCAL_RANK",
          {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
         {"Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", {"SLURM_JOB_ID", "SLURM_STEP_ID"}},
+        {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", {"PMI_JOBID"}},
     };
     return known;
 }

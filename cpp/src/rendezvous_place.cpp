@@ -43,7 +43,7 @@ Descriptor openPrivateFolder(std::string const& path) {
     require(fstat(folder.get(), &info) == 0, "looking at the rendezvous folder ", path, ": ", errorText());
     require(
         info.st_uid == geteuid(), "the rendezvous folder ", path, " belongs to user ", info.st_uid,
-        ", expected this process's, ", geteuid(), ": name a folder of your own");
+        ", expected this process's, ", geteuid(), ": name a folder of your own (TRTLLM_MHC_RENDEZVOUS)");
     char mode[8];
     std::snprintf(mode, sizeof(mode), "%04o", info.st_mode & 07777u);
     require(

@@ -167,7 +167,11 @@ void CommunicatorBinding::bindFromEnvironment(
     if (status == MHC_NOT_BOUND) {
         return;
     }
-    checkStatus("mhcCommFindEnvironment", status);
+    if (status != MHC_SUCCESS) {
+        throw PluginError(
+            std::string("making a communicator from the environment, since this process has made none: ") +
+            mhcStatusName(status) + ": " + mhcLastError() + " (docs/ranks.md)");
+    }
     if (!LaneUsers::instance().enter(comm, context)) {
         throw PluginError(
             "the communicator that was made from the environment has one lane, which another execution context of this "

@@ -25,7 +25,7 @@ from trtllm_mhc.runtime import cuda
 HIDDEN = 5120
 EPS = float(np.float32(1e-20))
 ROOT = Path(__file__).parents[2]
-OURS = ("TRTLLM_MHC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMIX_", "SLURM_")
+OURS = ("TRTLLM_MHC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "MPI_", "SLURM_")
 
 
 def start(arguments: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[str]:

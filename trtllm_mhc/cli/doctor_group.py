@@ -32,6 +32,7 @@ WORLD_VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("PMI_RANK", "PMI_SIZE"),
 )
 REACHES = {
     Reach.NONE: "not at all",

@@ -98,6 +98,11 @@ TEST(LaunchedProcess, IsReadFromEveryLauncher) {
     auto const slurm = readLaunchedProcess(from(kSlurm));
     ASSERT_TRUE(slurm);
     EXPECT_EQ(std::make_tuple(slurm->rank, slurm->size, slurm->localRank), std::make_tuple(5, 8, 1));
+    auto const mpich =
+        readLaunchedProcess(from({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"PMI_FD", "9"}}));
+    ASSERT_TRUE(mpich);
+    EXPECT_EQ(std::make_tuple(mpich->rank, mpich->size, mpich->localRank), std::make_tuple(1, 2, 1));
+    EXPECT_EQ(mpich->job, "");
     EXPECT_FALSE(readLaunchedProcess(from({})));
 }
 
