@@ -21,58 +21,69 @@ KernelTable const& allKernels() {
     return table;
 }
 
-KernelEntry const* find(BoundaryShape const& shape) {
+// Up to this M a row is CTAs of kThreads threads, which share its loads between many multiprocessors; beyond, every
+// multiprocessor has work anyhow, and fewer, larger CTAs spread more evenly (docs/performance.md).
+constexpr int kFewRows = 32;
+
+KernelEntry const* find(BoundaryShape const& shape, int rows) {
     for (KernelEntry const& entry : allKernels()) {
-        if (entry.source == shape.source && entry.tp == shape.tp && entry.consumer == shape.consumer &&
-            (entry.clusterSize == 0 || entry.clusterSize == ctasPerRow(shape.hidden)))
+        bool const fits = entry.ctas == 0 || entry.ctas * entry.ctaThreads * kFragment == shape.hidden;
+        bool const wanted = entry.ctas == 0 || (entry.ctas == kManyRowsCtas) == (rows > kFewRows);
+        if (entry.source == shape.source && entry.tp == shape.tp && entry.consumer == shape.consumer && fits && wanted)
             return &entry;
     }
     return nullptr;
 }
 
+int ctasOf(KernelEntry const& entry, int hidden) {
+    return hidden / kFragment / entry.ctaThreads;
+}
+
 // Without a norm and without a mailbox the CTAs of a row have nothing to tell each other.
-int clusterSize(BoundaryShape const& shape) {
-    bool const alone = shape.source == Source::kLocal && shape.consumer != Consumer::kBoundary;
-    return alone ? 1 : ctasPerRow(shape.hidden);
+int clusterSize(KernelEntry const& entry, int hidden) {
+    bool const alone = entry.source == Source::kLocal && entry.consumer != Consumer::kBoundary;
+    return alone ? 1 : ctasOf(entry, hidden);
 }
 
 }  // namespace
 
 bool hiddenSizeSupported(int hidden) {
     return hidden > 0 && hidden % kElementsPerCta == 0 &&
-           find({Source::kLocal, Consumer::kBoundary, hidden, 1}) != nullptr;
+           find({Source::kLocal, Consumer::kBoundary, hidden, 1}, 1) != nullptr;
 }
 
 cudaError_t launchBoundary(
     BoundaryShape const& shape, Mailbox const& box, BoundaryArgs const& args, Launch how, cudaStream_t stream) {
-    KernelEntry const* entry = find(shape);
+    KernelEntry const* entry = find(shape, args.chunk.rows);
     if (entry == nullptr)
         return cudaErrorInvalidDeviceFunction;
-    dim3 const grid(static_cast<unsigned>(ctasPerRow(shape.hidden)), static_cast<unsigned>(args.chunk.rows), 1);
-    return launchKernel(entry->kernel, grid, kThreads, clusterSize(shape), how, stream, box, args);
+    dim3 const grid(static_cast<unsigned>(ctasOf(*entry, shape.hidden)), static_cast<unsigned>(args.chunk.rows), 1);
+    return launchKernel(
+        entry->kernel, grid, entry->ctaThreads, clusterSize(*entry, shape.hidden), how, stream, box, args);
 }
 
 cudaError_t residentExchangeRows(int hidden, int tp, int& rows) {
     rows = 1 << 30;
-    for (Consumer const consumer : {Consumer::kAllReduce, Consumer::kResidualOnly, Consumer::kBoundary}) {
-        KernelEntry const* entry = find({Source::kExchange, consumer, hidden, tp});
-        if (entry == nullptr)
-            return cudaErrorInvalidDeviceFunction;
+    for (KernelEntry const& entry : allKernels()) {
+        bool const fits = entry.ctas == 0 || entry.ctas * entry.ctaThreads * kFragment == hidden;
+        if (entry.source != Source::kExchange || entry.tp != tp || !fits)
+            continue;
+        auto const size = static_cast<unsigned>(ctasOf(entry, hidden));
         cudaLaunchAttribute attribute;
         attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim = {static_cast<unsigned>(ctasPerRow(hidden)), 1, 1};
+        attribute.val.clusterDim = {size, 1, 1};
         cudaLaunchConfig_t config{};
-        config.gridDim = dim3(static_cast<unsigned>(ctasPerRow(hidden)), 1, 1);
-        config.blockDim = dim3(kThreads);
+        config.gridDim = dim3(size, 1, 1);
+        config.blockDim = dim3(static_cast<unsigned>(entry.ctaThreads));
         config.attrs = &attribute;
         config.numAttrs = 1;
         int clusters = 0;
-        cudaError_t const status = cudaOccupancyMaxActiveClusters(&clusters, entry->kernel, &config);
+        cudaError_t const status = cudaOccupancyMaxActiveClusters(&clusters, entry.kernel, &config);
         if (status != cudaSuccess)
             return status;
         rows = std::min(rows, clusters);
     }
-    return cudaSuccess;
+    return rows == 1 << 30 ? cudaErrorInvalidDeviceFunction : cudaSuccess;
 }
 
 cudaError_t loadBoundaryKernels() {

@@ -16,7 +16,8 @@ struct KernelEntry {
     Source source;
     int tp;
     Consumer consumer;
-    int clusterSize;  // CTAs of a row that the kernel is compiled for, 0 = any
+    int ctas;  // of a row, 0 = any
+    int ctaThreads;
     BoundaryKernel kernel;
 };
 

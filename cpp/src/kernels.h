@@ -58,6 +58,8 @@ struct BoundaryShape {
 
 constexpr int kMaxLaunchRows = 65535;  // rows are the grid's y dimension
 
+constexpr int kManyRowsCtas = 2;  // of a row, where there are many rows
+
 // The CTAs of a row, which are a cluster wherever they must know of each other.
 constexpr int ctasPerRow(int hidden) {
     return hidden / kElementsPerCta;

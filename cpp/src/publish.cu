@@ -16,6 +16,7 @@ template <typename Value>
 __device__ __forceinline__ void publishRows(Mailbox const& box, Chunk const& chunk, Value value) {
     __shared__ uint32_t sequenceShared;
     __shared__ bool granted;
+    __shared__ bool entered;
     // The consumer may start now: it waits for this grid, and what came before this grid is complete.
     ptx::gridDependencyWait();
     ptx::launchDependents();
@@ -24,16 +25,19 @@ __device__ __forceinline__ void publishRows(Mailbox const& box, Chunk const& chu
     int const fragment = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
     if (threadIdx.x == 0)
         granted = takeTicket(box, token, chunk.owner, sequenceShared);
+    if (threadIdx.x == 32)
+        entered = blockIdx.x != 0 || enterLane(box, token, chunk.owner, chunk.rows);
     uint4 const v = clearNegativeZero(value(token, fragment));
     __syncthreads();
-    if (granted)
+    bool const mine = granted && entered;
+    if (mine)
         storeFragment<true>(box, sequenceShared, token, fragment, v);
     if (box.headerLast) {
         __threadfence_system();
         ptx::clusterArrive();
         ptx::clusterWait();
     }
-    if (!granted || blockIdx.x != 0)
+    if (!mine || blockIdx.x != 0)
         return;
     publishHeader<true>(box, token, headerOf(box, sequenceShared, chunk.totalRows, chunk.operation));
     if (threadIdx.x == 0) {

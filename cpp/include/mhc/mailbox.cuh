@@ -19,15 +19,15 @@ __device__ __forceinline__ uint4 clearNegativeZero(uint4 v) {
     return {clearNegativeZero(v.x), clearNegativeZero(v.y), clearNegativeZero(v.z), clearNegativeZero(v.w)};
 }
 
-// True if one of the two halves is 0x8000. The borrow of a zero lower half can only reach an upper half when the answer
-// is already true.
-__device__ __forceinline__ bool hasSentinel(uint32_t word) {
+// Not zero if one of the two halves is 0x8000. The borrow of a zero lower half can only reach an upper half when the
+// answer is already that.
+__device__ __forceinline__ uint32_t sentinelBits(uint32_t word) {
     uint32_t const x = word ^ kFillWord;
-    return ((x - 0x00010001u) & ~x & 0x80008000u) != 0;
+    return (x - 0x00010001u) & ~x & 0x80008000u;
 }
 
-__device__ __forceinline__ bool hasSentinel(uint4 v) {
-    return hasSentinel(v.x) || hasSentinel(v.y) || hasSentinel(v.z) || hasSentinel(v.w);
+__device__ __forceinline__ uint32_t sentinelBits(uint4 v) {
+    return sentinelBits(v.x) | sentinelBits(v.y) | sentinelBits(v.z) | sentinelBits(v.w);
 }
 
 __device__ __forceinline__ bool headerMissing(uint4 v) {
@@ -83,6 +83,25 @@ __device__ __forceinline__ bool takeTicket(Mailbox const& box, int token, uint32
         recordError(box, owner, {MHC_ERROR_TICKET, box.rank, token, sequence, owner, holder, 0});
         return false;
     }
+    return true;
+}
+
+// Counts a row of the enqueue `owner`, which has `rows` of them, as begun; or stops the lane, if another enqueue has
+// begun some of its rows and not all. Rows run independently, so that their tickets alone would let two enqueues cross
+// between them. Called once for a row, before its header is published.
+__device__ __forceinline__ bool enterLane(Mailbox const& box, int token, uint32_t owner, int rows) {
+    // The upper half sums owner numbers and the lower half counts: one atomic operation compares and advances.
+    unsigned long long const mine = static_cast<unsigned long long>(owner) << 32 | 1u;
+    unsigned long long const before = atomicAdd(&box.state->begun, mine);
+    auto const begun = static_cast<uint32_t>(before);
+    auto const owners = static_cast<uint32_t>(before >> 32);
+    if (owners != begun * owner || begun >= static_cast<uint32_t>(rows)) {
+        uint32_t const sequence = ptx::loadRelaxedDevice(&box.rows[token].next);
+        recordError(box, owner, {MHC_ERROR_TICKET, box.rank, token, sequence, owner, owners, 0});
+        return false;
+    }
+    if (begun + 1 == static_cast<uint32_t>(rows))
+        atomicAdd(&box.state->begun, 0ull - static_cast<unsigned long long>(rows) * mine);
     return true;
 }
 

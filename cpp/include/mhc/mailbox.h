@@ -26,9 +26,10 @@
 // of n. Two generations would do if a publish never overlapped the consume before it; the third allows programmatic
 // launch.
 //
-// The ticket finds a second user of a row while the first is in it. Two enqueues that run on one lane at once with two
-// or more rows each, publish and consume in one kernel, can still pass each other between rows and cross them; nothing
-// notices (cpp/tests/model, two_streams_exchange). Whoever runs things at once gives each a lane.
+// The ticket finds a second user of a row while the first is in it. Two enqueues that run on one lane at once could
+// still pass each other between rows: so each row is also counted when it begins, for the whole lane, and a row that
+// finds another enqueue begun and not all its rows counted stops the lane (cpp/tests/model, two_streams_exchange).
+// Whoever runs things at once gives each a lane.
 //
 // Errors. Whoever finds one (time-out, other header, ticket taken, nothing published) writes the lane's record once,
 // sets the lane's error word, and neither advances nor clears. Its outputs, and those of every later call on the lane,
@@ -59,6 +60,7 @@ constexpr uint32_t kSequenceLimit = 3u << 29;
 constexpr int kFragment = 8;  // bf16 elements that one thread handles: 16 bytes
 constexpr int kThreads = 128;
 constexpr int kElementsPerCta = kThreads * kFragment;
+constexpr int kMaxCtas = 8;  // of a row: a portable cluster
 
 // What a contribution is, in its header: how it was published (low byte) and who will consume it (second byte).
 enum class Published : uint32_t { kPlain = 1, kFinalize = 2, kByProducer = 3 };
@@ -69,8 +71,9 @@ MHC_HOST_DEVICE constexpr uint32_t operationWord(Published published, Consumer c
 
 // Of one lane, in this rank's device memory; other ranks never touch it.
 struct alignas(16) LaneState {
-    uint32_t error;       // mhcErrorKind; not zero: the lane is stopped
-    uint32_t errorOwner;  // the enqueue that stopped it
+    uint32_t error;            // mhcErrorKind; not zero: the lane is stopped
+    uint32_t errorOwner;       // the enqueue that stopped it
+    unsigned long long begun;  // rows that an enqueue has begun while others are to come, and as many times its number
 };
 
 // Of one row of a lane, likewise.
@@ -108,6 +111,17 @@ MHC_HOST_DEVICE constexpr size_t slotOffset(
     return ((static_cast<size_t>(generation) * box.tpSize + source) * box.capacity + token) *
                (box.hiddenSize / kFragment) +
            fragment;
+}
+
+// The same of this rank as the source, with what a kernel knows at compile time.
+template <int kTp>
+MHC_HOST_DEVICE constexpr size_t slotOffset(
+    Mailbox const& box, uint32_t generation, int token, int fragment, int rowFragments) {
+    return static_cast<size_t>(
+               (generation * kTp + static_cast<uint32_t>(box.rank)) * static_cast<uint32_t>(box.capacity) +
+               static_cast<uint32_t>(token)) *
+               static_cast<uint32_t>(rowFragments) +
+           static_cast<uint32_t>(fragment);
 }
 
 MHC_HOST_DEVICE constexpr size_t headerOffset(Mailbox const& box, uint32_t generation, int source, int token) {

@@ -54,16 +54,17 @@ __device__ __forceinline__ void loadFour(float (&out)[MHC_STREAMS], float const*
     out[3] = v.w;
 }
 
-// The ranks' sum, rounded: what an unfused all-reduce would have returned.
-template <int kTp>
+// The ranks' sum, rounded: what an unfused all-reduce would have returned. kNoNegativeZero: none of the numbers is -0,
+// so that adding the first one to 0 changes nothing.
+template <int kTp, bool kNoNegativeZero>
 __device__ __forceinline__ uint4 reduceRanks(uint4 const (&contributions)[kTp]) {
     uint4 reduced;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-        float low = 0.0F;
-        float high = 0.0F;
+        float low = kNoNegativeZero ? lowHalf(wordOf(contributions[0], w)) : 0.0F;
+        float high = kNoNegativeZero ? highHalf(wordOf(contributions[0], w)) : 0.0F;
 #pragma unroll
-        for (int r = 0; r < kTp; ++r) {
+        for (int r = kNoNegativeZero ? 1 : 0; r < kTp; ++r) {
             low = __fadd_rn(low, lowHalf(wordOf(contributions[r], w)));
             high = __fadd_rn(high, highHalf(wordOf(contributions[r], w)));
         }

@@ -69,20 +69,57 @@ __device__ __forceinline__ uint32_t clusterRank() {
     return r;
 }
 
-// Stores a float into the shared memory of another CTA of the cluster, at the address `local` has in this one.
-__device__ __forceinline__ void storeCluster(float* local, uint32_t ctaRank, float value) {
+// Makes the compiler work the pointer out here and not where it is used.
+template <typename T>
+__device__ __forceinline__ T* pinned(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
+// The address in another CTA of the cluster of what is at `local` in the shared memory of this one.
+__device__ __forceinline__ uint32_t clusterAddress(void const* local, uint32_t ctaRank) {
     auto const address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
     uint32_t remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(ctaRank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+    return remote;
 }
 
+// A barrier in shared memory, of one phase, that completes when `bytes` bytes have come by storeAsync. Called by one
+// thread of each CTA; clusterArrive and clusterWait then make it known to the others.
+__device__ __forceinline__ void expectBytes(uint64_t* barrier, uint32_t bytes) {
+    auto const address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+}
+
+// Stores 8 bytes into the shared memory of CTA `ctaRank` of the cluster and counts them at its barrier. Nothing has to
+// be fenced: a fence would wait for every store of the thread, those on their way to other devices too.
+__device__ __forceinline__ void storeAsync(uint2* local, uint32_t ctaRank, uint2 value, uint64_t* barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+                     clusterAddress(local, ctaRank)),
+                 "r"(value.x), "r"(value.y), "r"(clusterAddress(barrier, ctaRank))
+                 : "memory");
+}
+
+__device__ __forceinline__ void waitForBytes(uint64_t* barrier) {
+    auto const address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+    uint32_t done = 0;
+    while (done == 0) {
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(address)
+                     : "memory");
+    }
+}
+
+// The barrier of all threads of the cluster. It orders no memory.
 __device__ __forceinline__ void clusterArrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void clusterWait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 }  // namespace mhc::ptx
