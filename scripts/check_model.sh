@@ -33,7 +33,8 @@ configurations="
     reset_without_second_barrier    fail    -DCALLS=1 -DCALLS_AFTER_RESET=2 -DLATE=true -DMODES=EXCHANGE -DRESETS_WITHOUT_SECOND_BARRIER
     two_streams                     hold    -DCALLS=2 -DSECOND_STREAM=1 -DMODES=SPLIT -DLATE=timeout
     two_streams_two_ctas            hold    -DCALLS=2 -DSECOND_STREAM=1 -DMODES=EXCHANGE -DLATE=timeout -DROWS=1 -DCTAS=2
-    two_streams_exchange            fail    -DCALLS=2 -DSECOND_STREAM=1 -DMODES=EXCHANGE -DLATE=timeout
+    two_streams_exchange            hold    -DCALLS=2 -DSECOND_STREAM=1 -DMODES=EXCHANGE -DLATE=timeout
+    rows_are_not_counted            fail    -DCALLS=2 -DSECOND_STREAM=1 -DMODES=EXCHANGE -DLATE=timeout -DCOUNTS_NO_ROWS
 "
 
 if ! command -v spin >/dev/null; then

@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kCtaThreads)
     if constexpr (kTogether) {
         if (threadIdx.x == 0)
             ptx::expectBytes(&reported, static_cast<uint32_t>(rowFragments / 32 * sizeof(uint2)));
-        ptx::clusterArrive();
+        ptx::clusterArriveRelaxed();
     }
     Places const places(args, row, fragment, rowFragments);
     uint4 gamma;

@@ -70,8 +70,10 @@ __global__ void __launch_bounds__(32)
     int const token = static_cast<int>(blockIdx.x);
     bool granted = false;
     uint32_t sequence = 0;
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         granted = takeTicket(box, token, chunk.owner, sequence);
+        granted = enterLane(box, token, chunk.owner, chunk.rows) && granted;
+    }
     granted = __shfl_sync(0xFFFFFFFFu, static_cast<int>(granted), 0) != 0;
     sequence = __shfl_sync(0xFFFFFFFFu, sequence, 0);
     if (!granted)

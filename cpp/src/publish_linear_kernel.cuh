@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(kLinearThreads, kRowTiles == 1 ? 2 : 1) publis
     if (publishes && ctaRank == 0 && static_cast<int>(threadIdx.x) < rows) {
         uint32_t sequence;
         int const token = static_cast<int>(threadIdx.x);
-        if (!takeTicket(box, token, chunk.owner, sequence))
+        bool const granted = takeTicket(box, token, chunk.owner, sequence);
+        if (!enterLane(box, token, chunk.owner, chunk.rows) || !granted)
             sequence = kNotGranted;
         if constexpr (kCluster == 1) {
             sequences[token] = sequence;

@@ -84,8 +84,13 @@ __device__ __forceinline__ uint32_t clusterAddress(void const* local, uint32_t c
     return remote;
 }
 
+// Stores a float there.
+__device__ __forceinline__ void storeCluster(float* local, uint32_t ctaRank, float value) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(clusterAddress(local, ctaRank)), "f"(value) : "memory");
+}
+
 // A barrier in shared memory, of one phase, that completes when `bytes` bytes have come by storeAsync. Called by one
-// thread of each CTA; clusterArrive and clusterWait then make it known to the others.
+// thread of each CTA; clusterArriveRelaxed and clusterWait then make it known to the others.
 __device__ __forceinline__ void expectBytes(uint64_t* barrier, uint32_t bytes) {
     auto const address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
     asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(address) : "memory");
@@ -113,13 +118,18 @@ __device__ __forceinline__ void waitForBytes(uint64_t* barrier) {
     }
 }
 
-// The barrier of all threads of the cluster. It orders no memory.
+// The barrier of all threads of the cluster. Arriving waits for every store of the thread, wherever it goes; arriving
+// relaxed orders no memory.
 __device__ __forceinline__ void clusterArrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void clusterArriveRelaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void clusterWait() {
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 }  // namespace mhc::ptx

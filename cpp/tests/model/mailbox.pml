@@ -92,6 +92,8 @@ typedef Rank {
     RowState row[ROWS];
     byte error;
     byte errorOwner;
+    byte begun;               // rows that a call has begun while others are to come
+    byte begunOwner;
     bool isReset;
     byte clearing             // CTAs that have let the next kernel in and still clear (EARLY_PUBLISH)
 };
@@ -274,6 +276,19 @@ inline takeTicket() {
        fi
     fi;
     holder = 0;
+#ifndef COUNTS_NO_ROWS
+    if
+    :: c == 0 && rank[r].begun != 0 && rank[r].begunOwner != owner -> stopLane(TICKET_TAKEN, owner); failed = true
+    :: c == 0 && (rank[r].begun == 0 || rank[r].begunOwner == owner) ->
+       rank[r].begun = rank[r].begun + 1;
+       rank[r].begunOwner = owner;
+       if
+       :: rank[r].begun == rows -> rank[r].begun = 0; rank[r].begunOwner = 0
+       :: else
+       fi
+    :: else
+    fi;
+#endif
     if
     :: DEVIATES(r, call, INDEX_OUTSIDE) && !failed -> stopLane(BAD_INDEX, owner)
     :: else
@@ -604,6 +619,8 @@ proctype Reset(byte me) {
         for (t : 0 .. ROWS - 1) {
             rank[me].row[t].next = 0;
             rank[me].row[t].ticket = 0;
+            rank[me].begun = 0;
+            rank[me].begunOwner = 0;
             rank[me].row[t].operation = 0;
             rank[me].row[t].rows = 0
         }
