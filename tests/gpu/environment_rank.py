@@ -5,6 +5,7 @@ environment_rank.py boundaries SIZE         Communicator.from_environment and so
 environment_rank.py join SIZE               Communicator.from_environment, then sleeps
 environment_rank.py engine FOLDER           folder/plan.engine over folder/inputs{rank}.npz, then what must be refused;
                                             nothing here makes a communicator
+environment_rank.py trap FOLDER             the same, of which rank 1 ends early
 
 Prints one line of JSON. Ends by itself, without closing anything.
 """
@@ -23,6 +24,7 @@ import numpy as np
 
 from tests.gpu.loopback import DeviceInputs, make_inputs
 from tests.gpu.run_plan import pack, unpack
+from trtllm_mhc import plugin_control
 from trtllm_mhc.runtime import cuda
 from trtllm_mhc.runtime.communicator import Communicator
 from trtllm_mhc.runtime.cuda import CudaError, DeviceArray, Stream
@@ -53,49 +55,56 @@ def join(size: int) -> dict[str, Any]:
     return {}
 
 
-def engine(folder: Path) -> dict[str, Any]:
-    import tensorrt as trt
+class Engine:
+    """The plan of `folder` on this rank's device, and execution contexts over this rank's inputs."""
 
-    from trtllm_mhc import plugin, plugin_control
-    from trtllm_mhc.runtime import build
+    def __init__(self, folder: Path) -> None:
+        import tensorrt as trt
 
-    rank = int(os.environ["RANK"])
-    cuda.set_device(rank % cuda.device_count())
-    feeds = unpack(np.load(folder / f"inputs{rank}.npz"))
-    plugin.load()
-    runtime = trt.Runtime(build.logger())
-    loaded = runtime.deserialize_cuda_engine((folder / "plan.engine").read_bytes())
-    rows = feeds["x"].shape[0]
-    stream = Stream()
+        from trtllm_mhc import plugin
+        from trtllm_mhc.runtime import build
 
-    def make_context() -> tuple[Any, dict[str, DeviceArray]]:
-        context = loaded.create_execution_context()
-        arrays = {name: DeviceArray.from_numpy(array) for name, array in feeds.items()}
+        rank = int(os.environ["RANK"])
+        cuda.set_device(rank % cuda.device_count())
+        self.feeds = unpack(np.load(folder / f"inputs{rank}.npz"))
+        plugin.load()
+        self._runtime = trt.Runtime(build.logger())
+        self._engine = self._runtime.deserialize_cuda_engine((folder / "plan.engine").read_bytes())
+        self.stream = Stream()
+
+    def make_context(self) -> tuple[Any, dict[str, DeviceArray]]:
+        context = self._engine.create_execution_context()
+        arrays = {name: DeviceArray.from_numpy(array) for name, array in self.feeds.items()}
         for name, array in arrays.items():
             context.set_input_shape(name, array.shape)
-        arrays["residual_out"] = DeviceArray((rows, 4, HIDDEN), feeds["residual"].dtype)
-        arrays["layer_input"] = DeviceArray((rows, HIDDEN), feeds["residual"].dtype)
+        arrays["residual_out"] = DeviceArray(self.feeds["residual"].shape, self.feeds["residual"].dtype)
+        arrays["layer_input"] = DeviceArray(self.feeds["x"].shape, self.feeds["residual"].dtype)
         for name, array in arrays.items():
             context.set_tensor_address(name, array.pointer)
         with plugin_control.warmup():
-            assert context.execute_async_v3(stream.handle), plugin_control.take_error()
-        stream.synchronize(20)
+            self.enqueue(context)
+        self.stream.synchronize(20)
         return context, arrays
 
-    first, arrays = make_context()
+    def enqueue(self, context: Any) -> None:
+        assert context.execute_async_v3(self.stream.handle), plugin_control.take_error()
+
+
+def engine(folder: Path) -> dict[str, Any]:
+    ours = Engine(folder)
+    stream = ours.stream
+    first, arrays = ours.make_context()
     captured = None
     with contextlib.suppress(CudaError), stream.capture() as graph:  # TensorRT may have spoilt the capture
         captured = first.execute_async_v3(stream.handle)
     graph.close()
     report: dict[str, Any] = {"captured": captured, "capture_error": plugin_control.take_error()}
     for _ in range(3):
-        assert first.execute_async_v3(stream.handle), plugin_control.take_error()
+        ours.enqueue(first)
     stream.synchronize(20)
-    np.savez(
-        folder / f"outputs{rank}.npz",
-        **pack({name: arrays[name].to_numpy(stream) for name in ("residual_out", "layer_input")}),  # type: ignore[arg-type]
-    )
-    second, _ = make_context()
+    outputs = {name: arrays[name].to_numpy(stream) for name in ("residual_out", "layer_input")}
+    np.savez(folder / f"outputs{os.environ['RANK']}.npz", **pack(outputs))  # type: ignore[arg-type]
+    second, _ = ours.make_context()
     report["second"] = second.execute_async_v3(stream.handle)
     report["second_error"] = plugin_control.take_error()
     del first
@@ -105,11 +114,32 @@ def engine(folder: Path) -> dict[str, Any]:
     return report
 
 
+def trap(folder: Path) -> dict[str, Any]:
+    """Rank 1 ends after the first pass; rank 0 goes on, and its kernel must not end as if all were well."""
+    ours = Engine(folder)
+    context, _ = ours.make_context()
+    ours.enqueue(context)
+    ours.stream.synchronize(20)
+    if os.environ["RANK"] == "1":
+        return {}
+    ours.enqueue(context)
+    begin = time.monotonic()
+    try:
+        ours.stream.synchronize(40)
+        report: dict[str, Any] = {"error": None}
+    except CudaError as error:
+        report = {"error": str(error)}
+    report["seconds"] = time.monotonic() - begin
+    print(json.dumps(report), flush=True)
+    os._exit(0)  # the device's context is lost: nothing can be freed
+
+
 def main() -> None:
     mode, argument = sys.argv[1:]
-    work = {"boundaries": boundaries, "join": join}.get(mode)
+    on_groups = {"boundaries": boundaries, "join": join}
+    on_engines = {"engine": engine, "trap": trap}
     try:
-        report = engine(Path(argument)) if work is None else work(int(argument))
+        report = on_groups[mode](int(argument)) if mode in on_groups else on_engines[mode](Path(argument))
     except MhcError as error:
         report = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(report), flush=True)

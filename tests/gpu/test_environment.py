@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.loopback import make_inputs
+from tests.gpu.loopback import Inputs, make_inputs
 from tests.gpu.run_plan import pack, unpack
 from trtllm_mhc import reference
 from trtllm_mhc.runtime import cuda
@@ -96,22 +96,31 @@ def plan(trt: Any) -> bytes:
     return bytes(build_engine(lambda network: job.populate(network, 0), rows=RowRange(1, 8, 64)).data)
 
 
-def test_engine_in_processes_that_make_no_communicator(plan: bytes, tmp_path: Path) -> None:
-    """Under torchrun's variables: capturing too early and a second context are refused, the rest has the right bits."""
-    inputs = make_inputs(np.random.default_rng(5), 2, 6, HIDDEN)
-    (tmp_path / "plan.engine").write_bytes(plan)
+def start_engines(
+    mode: str, plan: bytes, inputs: Inputs, folder: Path, timeout_s: float
+) -> list[subprocess.Popen[str]]:
+    """Two ranks under the variables that torchrun sets."""
+    (folder / "plan.engine").write_bytes(plan)
     ranks = []
     for rank, x in enumerate(inputs.xs):
-        feeds = {"x": x, "residual": inputs.residual, "post": inputs.post, "comb": inputs.comb}
         assert inputs.pre is not None
         assert inputs.gamma is not None
+        feeds = {"x": x, "residual": inputs.residual, "post": inputs.post, "comb": inputs.comb}
         feeds |= {"pre": inputs.pre, "gamma": inputs.gamma}
-        np.savez(tmp_path / f"inputs{rank}.npz", **pack(feeds))  # type: ignore[arg-type]
+        np.savez(folder / f"inputs{rank}.npz", **pack(feeds))  # type: ignore[arg-type]
         launched = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
         variables = {name: str(value) for name, value in launched.items()}
-        variables |= {"MASTER_PORT": str(os.getpid()), "TORCHELASTIC_RUN_ID": "none"}
+        variables |= {"MASTER_PORT": str(os.getpid()), "TORCHELASTIC_RUN_ID": mode}
+        variables["TRTLLM_MHC_TIMEOUT_MS"] = str(round(1000 * timeout_s))
         # Loaded lazily, a kernel of TensorRT would wait for the other rank's.
-        ranks.append(start(["engine", str(tmp_path)], {**variables, "CUDA_MODULE_LOADING": "EAGER"}))
+        ranks.append(start([mode, str(folder)], {**variables, "CUDA_MODULE_LOADING": "EAGER"}))
+    return ranks
+
+
+def test_engine_in_processes_that_make_no_communicator(plan: bytes, tmp_path: Path) -> None:
+    """Capturing too early and a second context are refused, the rest has the right bits."""
+    inputs = make_inputs(np.random.default_rng(5), 2, 6, HIDDEN)
+    ranks = start_engines("engine", plan, inputs, tmp_path, 20)
     expected = inputs.expected()
     for rank, report in enumerate(finish(ranks, 90)):
         assert report["captured"] is False
@@ -123,6 +132,14 @@ def test_engine_in_processes_that_make_no_communicator(plan: bytes, tmp_path: Pa
         assert report["second"] is False
         assert "which another execution context of this process uses" in report["second_error"]
         assert report["after_the_first"] is True, report["after_the_first_error"]
+
+
+def test_a_rank_left_alone_traps(plan: bytes, tmp_path: Path) -> None:
+    """Nobody looks at the error record in such a process, so the device's error must not be overlooked."""
+    ranks = start_engines("trap", plan, make_inputs(np.random.default_rng(5), 2, 6, HIDDEN), tmp_path, 10)
+    report = finish(ranks, 90)[0]
+    assert report["error"] is not None
+    assert report["seconds"] < 20
 
 
 def test_another_secret_is_an_error_on_both(tmp_path: Path) -> None:
