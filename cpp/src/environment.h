@@ -38,8 +38,8 @@ struct EnvironmentGroup {
     std::function<std::unique_ptr<Bootstrap>()> meet;
 };
 
-// Completes `config` from the variables: rank and device where they are -1, capacity and timeout_ms where they are 0,
-// on_error where it is -1. Throws Failure(MHC_NOT_BOUND) where the variables name no group.
+// Completes `config` from the variables: rank and device where they are -1; capacity, timeout_ms and nccl_rows where
+// they are 0; on_error where it is -1. Throws Failure(MHC_NOT_BOUND) where the variables name no group.
 EnvironmentGroup readEnvironmentGroup(mhcCommConfig const* config, Variables const& variables);
 
 // Throws Failure(MHC_NOT_BOUND) where the variables name no group.

@@ -328,7 +328,8 @@ class Communicator:
     ) -> Communicator:
         """Collective. Joins processes that a launcher has started (torchrun, mpirun, srun, our own variables).
 
-        docs/ranks.md lists the variables. They also give `capacity` and `timeout_s` where these are left out.
+        docs/ranks.md lists the variables. They also give `capacity`, `timeout_s` and `nccl_rows` where these
+        are left out.
 
         Args:
             tp_size: 1, 2, 4 or 8.

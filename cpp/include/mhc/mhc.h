@@ -122,9 +122,9 @@ MHC_API mhcStatus mhcCommCreateSelfLoop(mhcComm_t* comm, mhcCommConfig const* co
 MHC_API mhcStatus mhcCommCreateNccl(mhcComm_t* comm, mhcCommConfig const* config, void* ncclComm);
 // Collective. Ranks are processes that a launcher has started (torchrun, mpirun, srun, or anything that sets
 // TRTLLM_MHC_RANK and TRTLLM_MHC_WORLD_SIZE), and meet where the environment variables of docs/ranks.md say; or
-// threads, with TRTLLM_MHC_RENDEZVOUS=threads. From the variables come: rank and device where they are -1, capacity and
-// timeout_ms where they are 0, on_error where it is -1 (trap unless TRTLLM_MHC_ON_ERROR=raise). MHC_NOT_BOUND: there
-// are none.
+// threads, with TRTLLM_MHC_RENDEZVOUS=threads. From the variables come: rank and device where they are -1; capacity,
+// timeout_ms and nccl_rows where they are 0; on_error where it is -1 (trap unless TRTLLM_MHC_ON_ERROR=raise).
+// MHC_NOT_BOUND: there are none.
 MHC_API mhcStatus mhcCommCreateEnvironment(mhcComm_t* comm, mhcCommConfig const* config);
 // Collective unless the lanes are in error. Waits for the device's work, then frees.
 MHC_API mhcStatus mhcCommDestroy(mhcComm_t comm);
