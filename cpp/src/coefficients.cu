@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(32) finishKernel(__grid_constant__ Coefficient
 
     float const* partial = input.partial + (static_cast<size_t>(token) * kSums + min(lane, kSums - 1)) * groups;
     float sum = 0.0F;
+#pragma unroll 10  // so many loads at once: the additions wait for each other, the loads need not
     for (int g = 0; g < groups; g += 4) {  // a group count that 4 divides: H is a multiple of 1024
         float4 const four = *reinterpret_cast<float4 const*>(partial + g);
         sum = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(sum, four.x), four.y), four.z), four.w);
