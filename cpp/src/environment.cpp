@@ -166,8 +166,6 @@ EnvironmentGroup readEnvironmentGroup(mhcCommConfig const* given, Variables cons
             static_cast<uint32_t>(numberOf(variables, "TRTLLM_MHC_TIMEOUT_MS", 1, 86400000).value_or(0));
     if (config.nccl_rows == 0)
         config.nccl_rows = numberOf(variables, "TRTLLM_MHC_NCCL_ROWS", -1, INT32_MAX).value_or(0);
-    if (config.nccl_rows == 0)
-        config.nccl_rows = numberOf(variables, "TRTLLM_MHC_NCCL_ROWS", -1, 1 << 30).value_or(0);
     if (config.on_error == -1)
         config.on_error = onErrorOf(variables);
     std::vector<int32_t> const group = groupRanks(config.tp_size, config.group, config.group_size);
