@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "../src/status.h"
+#include "on_threads.h"
 
 namespace mhc {
 namespace {
@@ -59,24 +60,6 @@ int freePort() {
     EXPECT_EQ(getsockname(socket, reinterpret_cast<sockaddr*>(&address), &size), 0);
     close(socket);
     return ntohs(address.sin_port);
-}
-
-// What a rank threw, or "".
-std::vector<std::string> onThreads(int ranks, std::function<void(int)> const& work) {
-    std::vector<std::string> errors(static_cast<size_t>(ranks));
-    std::vector<std::thread> threads;
-    for (int r = 0; r < ranks; ++r) {
-        threads.emplace_back([&, r] {
-            try {
-                work(r);
-            } catch (std::exception const& error) {
-                errors[static_cast<size_t>(r)] = error.what();
-            }
-        });
-    }
-    for (std::thread& thread : threads)
-        thread.join();
-    return errors;
 }
 
 GroupIdentity group(int ranks, std::string const& secret = kSecret, std::string const& name = "group") {

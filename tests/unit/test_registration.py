@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.unit.registry_script import RECORD
 from trtllm_mhc import plugin
 
 HOSTS = Path(__file__).parent / "registration_hosts"
@@ -25,28 +26,6 @@ CREATORS = {"MhcBoundary": 1, "MhcAllReduce": 1, "MhcCoefficients": 1, "MhcPubli
 PRELUDE = """
 import ctypes, json, sys
 library, copy = sys.argv[1:]
-"""
-RECORD = """
-class Recorder(tensorrt.IErrorRecorder):
-    def __init__(self):
-        super().__init__()
-        self.errors = []
-    def report_error(self, code, text):
-        self.errors.append(text)
-        return False
-    def num_errors(self):
-        return len(self.errors)
-    def get_error_code(self, index):
-        return tensorrt.ErrorCodeTRT.UNSPECIFIED_ERROR
-    def get_error_desc(self, index):
-        return self.errors[index]
-    def has_overflowed(self):
-        return False
-    def clear(self):
-        self.errors.clear()
-registry = tensorrt.get_plugin_registry()
-recorder = Recorder()
-registry.error_recorder = recorder
 """
 REPORT = """
 counts = {}

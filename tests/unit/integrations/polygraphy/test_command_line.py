@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.registry_script import RECORD
 from trtllm_mhc import plugin
 
 pytest.importorskip("polygraphy")
@@ -23,32 +24,13 @@ from trtllm_mhc.integrations.polygraphy import SCRIPTS
 CREATORS = {"MhcAllReduce": 1, "MhcBoundary": 1, "MhcCoefficients": 1, "MhcPublishLinear": 1}
 
 # A "network script" that says what the registry has and what was complained about, and then ends the process.
-REGISTRY_SCRIPT = """
+REGISTRY_SCRIPT = (
+    """
 import json, os
 import tensorrt
-
-class Recorder(tensorrt.IErrorRecorder):
-    def __init__(self):
-        super().__init__()
-        self.errors = []
-    def report_error(self, code, text):
-        self.errors.append(text)
-        return False
-    def num_errors(self):
-        return len(self.errors)
-    def get_error_code(self, index):
-        return tensorrt.ErrorCodeTRT.UNSPECIFIED_ERROR
-    def get_error_desc(self, index):
-        return self.errors[index]
-    def has_overflowed(self):
-        return False
-    def clear(self):
-        self.errors.clear()
-
-registry = tensorrt.get_plugin_registry()
-recorder = Recorder()
-registry.error_recorder = recorder
-
+"""
+    + RECORD
+    + """
 def report():
     counts = {}
     for creator in registry.all_creators:
@@ -83,6 +65,7 @@ def load_library_then_plugins():
 def nothing():
     report()
 """
+)
 
 
 def polygraphy(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
