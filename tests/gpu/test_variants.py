@@ -11,7 +11,10 @@ import pytest
 from trtllm_mhc.runtime.threads import ThreadGroup
 
 ROWS = 8
-NAMES = ("plain", "residual_only", "finalize", "mxfp8", "capture_aux", "coefficients")
+NAMES = (
+    *("plain", "residual_only", "finalize", "mxfp8", "capture_aux", "coefficients"),
+    *("publish_linear_bf16", "publish_linear_e4m3", "published"),
+)
 TIMEOUT_S = 20.0
 
 

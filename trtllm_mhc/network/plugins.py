@@ -150,7 +150,7 @@ def add_boundary_layer(
         norm_eps: epsilon of the norm, kept as float32; None only if residual-only.
         rank: index in the group; -1 leaves it to the communicator, so that one plan serves every rank.
         group: world ranks in order; empty means 0 .. tp_size - 1.
-        published: the layer that makes ``contribution`` also stores it into the mailbox.
+        published: the layer that makes ``contribution``, an ``MhcPublishLinear``, also stores it into the mailbox.
         quantize: also return the layer input as MXFP8.
 
     Raises:
@@ -171,6 +171,11 @@ def add_boundary_layer(
             "shared_output": (contribution.shared_output, trt.bfloat16, ("M", "H")),
         }
     else:
+        if published and not _is_published(network, contribution):
+            raise ValueError(
+                f"{BOUNDARY}: x: expected the output of a {PUBLISH_LINEAR} of the network with published=True, "
+                f"got {contribution.name!r}"
+            )
         inputs["x"] = (contribution, trt.bfloat16, ("M", "H"))
     inputs |= {
         "residual": (residual, trt.bfloat16, ("M", HC_MULT, "H")),
@@ -428,6 +433,15 @@ def _real(what: str, name: str, value: float) -> float:
     if not abs(value) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{what}: {name}: expected a finite number that float32 can hold, got {value}")
     return float(value)
+
+
+def _is_published(network: trt.INetworkDefinition, tensor: trt.ITensor) -> bool:
+    """Whether a tensor is the output of a publishing layer, which is looked for among the newest layers first."""
+    for index in reversed(range(network.num_layers)):
+        layer = network.get_layer(index)
+        if any(layer.get_output(slot) is tensor for slot in range(layer.num_outputs)):
+            return is_plugin_layer(layer, PUBLISH_LINEAR)
+    return False
 
 
 def _top_k(moe: FinalizeInputs) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtllm_mhc.rewrite.coefficients import CoefficientsMatch, find_coefficients
-from trtllm_mhc.rewrite.graph import AllReduce, Graph
+from trtllm_mhc.rewrite.graph import PLUGIN_FORMS, AllReduce, Graph
 from trtllm_mhc.rewrite.legality import plan_boundaries
 from trtllm_mhc.rewrite.match import find_boundaries
 from trtllm_mhc.rewrite.plan import FuseOptions, Plan
@@ -46,7 +46,7 @@ class Analysis:
         """The report once the plans are carried out."""
         return Report(
             found=tuple(_entry(name, plan) for name, plan in zip(self.names, self.plans, strict=True)),
-            other_all_reduces=tuple(each.node.name for each in self.others if each.form != "MhcBoundary"),
+            other_all_reduces=tuple(each.node.name for each in self.others if each.form not in PLUGIN_FORMS),
             already_fused=sum(each.form == "MhcBoundary" for each in self.others),
             coefficients=tuple(each.entry(name) for name, each in self.coefficients),
         )

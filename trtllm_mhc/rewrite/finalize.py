@@ -21,6 +21,7 @@ class Finalize:
 
     Attributes:
         finalized: the bfloat16 tensor that holds it, [..., H].
+        between: that and its reshapes up to the all-reduce.
         rows: [P, H].
         weights: [..., K].
         index: [..., K]; -1 where a route does not count.
@@ -29,6 +30,7 @@ class Finalize:
     """
 
     finalized: Value
+    between: tuple[Value, ...]
     rows: Value
     weights: Value
     index: Value
@@ -67,9 +69,10 @@ class _Route:
 def match_finalize(partial: Value) -> Finalize | None:
     """The finalize that makes a sublayer's partial output [..., H], under reshapes of it."""
     index: Index = (*rows(partial.shape[:-1]), HIDDEN)
-    value, moved = partial, source(partial, index)
+    value, moved, between = partial, source(partial, index), [partial]
     while moved is not None:
         value, index = moved
+        between.append(value)
         moved = source(value, index)
     if not is_element(value, index, HIDDEN):
         return None
@@ -96,7 +99,14 @@ def match_finalize(partial: Value) -> Finalize | None:
         if weights is not None:
             is_masked = all(route.is_masked for route in routes)
             return Finalize(
-                value, routes[0].rows, weights, candidate, shared[0] if shared else None, is_masked, expansion
+                value,
+                tuple(between),
+                routes[0].rows,
+                weights,
+                candidate,
+                shared[0] if shared else None,
+                is_masked,
+                expansion,
             )
     return None
 

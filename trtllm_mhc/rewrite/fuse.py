@@ -11,11 +11,12 @@ import tensorrt as trt
 
 from trtllm_mhc.network import layers, plugins
 from trtllm_mhc.network.ops import cast, constant
+from trtllm_mhc.reference.publish_linear import pack_weight_scales
 from trtllm_mhc.rewrite.analysis import analyse
 from trtllm_mhc.rewrite.coefficients import CoefficientsMatch
 from trtllm_mhc.rewrite.graph import Value
 from trtllm_mhc.rewrite.legality import lead_source
-from trtllm_mhc.rewrite.plan import FuseOptions, Plan
+from trtllm_mhc.rewrite.plan import FuseOptions, Plan, PublishedLinear
 from trtllm_mhc.rewrite.report import Report
 from trtllm_mhc.rewrite.tensorrt_graph import TensorRTGraph
 
@@ -89,7 +90,8 @@ def _add_boundary(adapter: _Adapter, plan: Plan) -> _Made:
         tp_size=plan.tp_size or 0,
         norm_eps=None if plan.norm is None else plan.norm.eps,
         rank=plan.rank,
-        group=() if plan.group == tuple(range(plan.tp_size or 0)) else plan.group,
+        group=plan.group_field,
+        published=plan.linear is not None,
     )
     network.get_layer(network.num_layers - 1).name = adapter.name
     made: _Made = [("residual_out", post.streams, residual_out, lead_source(boundary, post.streams))]
@@ -131,6 +133,8 @@ class _Adapter:
         """What the layer takes from this rank."""
         boundary, finalize = plan.boundary, plan.finalize
         hidden = boundary.post.streams.shape[-1]
+        if plan.linear is not None:
+            return self.published(plan, plan.linear)
         if finalize is None or finalize.shared is None:
             return self.flat(boundary.all_reduce.partial, "x", (hidden,))
         top_k = (finalize.top_k,)
@@ -140,6 +144,21 @@ class _Adapter:
             expanded_idx_to_permuted_idx=cast(self.network, self.flat(finalize.index, "index", top_k), trt.int32),
             shared_output=self.flat(finalize.shared, "shared_output", (hidden,)),
         )
+
+    def published(self, plan: Plan, planned: PublishedLinear) -> Any:
+        """The output of a linear layer that publishes."""
+        linear, weight, scales = planned.linear, planned.weight, planned.scales
+        x = plugins.add_publish_linear(
+            self.network,
+            self.flat(linear.activation, "activation", (linear.features,)),
+            linear.constant.output.tensor if weight is None else constant(self.network, weight),
+            None if scales is None else constant(self.network, pack_weight_scales(scales)),
+            tp_size=plan.tp_size or 0,
+            rank=plan.rank,
+            group=plan.group_field,
+        )
+        self.network.get_layer(self.network.num_layers - 1).name = f"{self.name}/linear"
+        return x
 
     def flat(self, value: Value, role: str, trailing: tuple[int, ...], *, transpose: bool = False) -> Any:
         """``value`` as [M, *trailing]."""

@@ -272,14 +272,18 @@ class Node:
         raise NotImplementedError
 
 
+#: What this pass makes, and finds in networks that it has been through.
+PLUGIN_FORMS = ("MhcBoundary", "MhcPublishLinear")
+
+
 @dataclass(frozen=True)
 class AllReduce:
     """A layer that sums over the ranks.
 
     Attributes:
         node: the layer.
-        form: ``"MhcAllReduce"``, ``"DistCollective"``, ``"AllReduce"`` (TensorRT-LLM's plugin); or ``"MhcBoundary"``
-            for a layer that does more than that.
+        form: ``"MhcAllReduce"``, ``"DistCollective"``, ``"AllReduce"`` (TensorRT-LLM's plugin); or one of
+            `PLUGIN_FORMS` for a layer that does more than that, or a part of it.
         tp_size: ranks in its group; None where the layer does not tell.
         rank: this engine's index in the group; -1 where that is known at run time only.
         group: world ranks; None where the layer does not tell.

@@ -7,7 +7,7 @@ Every refusal has a stable code, says what was found and what to change. Nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorrt as trt
@@ -16,10 +16,11 @@ from trtllm_mhc.network import plugins
 from trtllm_mhc.reference.compare import agreement_factor
 from trtllm_mhc.rewrite.finalize import Finalize
 from trtllm_mhc.rewrite.graph import AllReduce, Graph, Node, Value
+from trtllm_mhc.rewrite.linear import Linear, block_scaled
 from trtllm_mhc.rewrite.match import Boundary, Collapse
 from trtllm_mhc.rewrite.norm import Norm
-from trtllm_mhc.rewrite.ordering import refuse_cycles, refuse_unordered
-from trtllm_mhc.rewrite.plan import FuseOptions, Plan
+from trtllm_mhc.rewrite.ordering import keep_unordered_linears, refuse_cycles, refuse_unordered
+from trtllm_mhc.rewrite.plan import FuseOptions, Plan, PublishedLinear
 from trtllm_mhc.rewrite.report import Reason
 
 # How TensorRT-LLM names the outputs that it binds to user buffers.
@@ -33,6 +34,7 @@ def plan_boundaries(
     plans = [_plan(graph, boundary, options) for boundary in boundaries]
     refuse_cycles(graph, plans)
     refuse_unordered(graph, plans, others)
+    keep_unordered_linears(graph, plans, others)
     return plans
 
 
@@ -48,6 +50,8 @@ def _plan(graph: Graph, boundary: Boundary, options: FuseOptions) -> Plan:
         _plan_entry(graph, plan, boundary.collapse, boundary.norm, options)
     if boundary.finalize is not None and options.finalize:
         _plan_finalize(plan, boundary.finalize)
+    if options.publish_linear != "off" and plan.finalize is None:
+        _plan_linear(plan, boundary.linear, options)
     if not plan.reasons:
         plan.exactness = list(_exactness(plan))
     return plan
@@ -268,7 +272,7 @@ def _plan_finalize(plan: Plan, finalize: Finalize) -> None:
 
 
 def _check_finalize(boundary: Boundary, finalize: Finalize) -> Iterator[Reason]:
-    name, partial = finalize.finalized.name, boundary.all_reduce.partial
+    name = finalize.finalized.name
     if finalize.shared is None:
         yield Reason(
             "finalize_without_shared",
@@ -289,14 +293,7 @@ def _check_finalize(boundary: Boundary, finalize: Finalize) -> Iterator[Reason]:
             f"The MoE's output {name!r} is rounded to bfloat16 before it is complete; the fused one is rounded once.",
             "Weight, sum and add the shared experts in float32 and cast the result.",
         )
-    readers = [consumer.name for consumer, _ in partial.live_consumers() if consumer is not boundary.all_reduce.node]
-    if readers or partial.is_output or partial.is_debug:
-        what = f"is also read by {readers[0]!r}" if readers else "is an output or a debug tensor of the network"
-        yield Reason(
-            "finalize_consumer",
-            f"The MoE's output {partial.name!r} {what}.",
-            "Read the streams instead; the fused layer does not compute it.",
-        )
+    yield from _check_unread(finalize.between, boundary.all_reduce, "finalize_consumer")
     yield from _check_dtypes(
         {
             "gemm2_permuted": (finalize.rows, trt.bfloat16),
@@ -308,6 +305,67 @@ def _check_finalize(boundary: Boundary, finalize: Finalize) -> Iterator[Reason]:
     yield from _check_rows(
         {"expert_weights": finalize.weights, "index": finalize.index, "shared_output": finalize.shared}, streams, 1
     )
+
+
+def _plan_linear(plan: Plan, linear: Linear | None, options: FuseOptions) -> None:
+    """Decide on the linear layer before the all-reduce: publishing, or left as it is with a note."""
+    if linear is None:
+        plan.notes.append(
+            Reason(
+                "publish_no_linear",
+                f"{plan.boundary.all_reduce.partial.name!r} is not the product of an activation and a constant weight.",
+                "Only such a layer can publish.",
+            )
+        )
+        return
+    notes = list(_check_linear(plan.boundary, linear))
+    weight = scales = None
+    if not notes and (options.publish_linear == "e4m3" or linear.transposed or len(linear.constant.output.shape) != 2):
+        weight = linear.weight()
+    if not notes and options.publish_linear == "e4m3" and weight is not None:
+        found = block_scaled(weight)
+        if found is None:
+            notes.append(
+                Reason(
+                    "publish_not_e4m3",
+                    f"The weight of {linear.output.name!r} is not E4M3 in blocks of 32 x 32 with a power of two each.",
+                    "Pass FuseOptions(publish_linear='bf16').",
+                )
+            )
+        else:
+            weight, scales = found
+    plan.notes += notes
+    plan.linear = None if notes else PublishedLinear(linear, weight, scales)
+
+
+def _check_linear(boundary: Boundary, linear: Linear) -> Iterator[Reason]:
+    name = linear.output.name
+    if not 0 < linear.features <= plugins.MAXIMUM_FEATURES or linear.features % plugins.FEATURE_STEP:
+        yield Reason(
+            "publish_size",
+            f"The linear layer of {name!r} has {linear.features} input features.",
+            f"The plugin takes a multiple of {plugins.FEATURE_STEP} up to {plugins.MAXIMUM_FEATURES}.",
+        )
+    yield from _check_dtypes(
+        {"activation": (linear.activation, trt.bfloat16), "weight": (linear.constant.output, trt.bfloat16)}
+    )
+    yield from _check_unread(linear.between, boundary.all_reduce, "publish_consumer")
+    yield from _check_rows({"activation": linear.activation}, boundary.post.streams, 1)
+
+
+def _check_unread(values: Sequence[Value], all_reduce: AllReduce, code: str) -> Iterator[Reason]:
+    """A contribution and its reshapes may have no readers but the all-reduce, which then needs them no more."""
+    inside = {value.producer for value in values} | {all_reduce.node}
+    for value in values:
+        # A reader of the shape needs no elements.
+        readers = [n.name for n, _ in value.live_consumers() if n not in inside and n.kind.upper() != "SHAPE"]
+        if readers or value.is_output or value.is_debug:
+            what = f"is also read by {readers[0]!r}" if readers else "is an output or a debug tensor of the network"
+            yield Reason(
+                code,
+                f"{value.name!r}, this rank's contribution, {what}.",
+                "Read the streams instead; the fused layers give the contribution to nobody else.",
+            )
 
 
 def _quantization_note(norm: Norm) -> Reason | None:
@@ -402,6 +460,8 @@ def _exactness(plan: Plan) -> Iterator[str]:
             "MoE output: the same sum in another order; equal, one bfloat16 ulp apart, or within "
             f"{agreement_factor(plan.finalize.top_k + 1):.0f} * 2^-24 * sum of |terms| before rounding"
         )
+    if plan.linear is not None:
+        yield "linear layer: the same products summed in another order"
     if plan.boundary.all_reduce.form != "MhcAllReduce":
         yield "all-reduce: summed in rank order; the replaced layer has an order of its own"
     if plan.collapse is not None:

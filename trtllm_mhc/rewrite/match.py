@@ -16,8 +16,9 @@ import tensorrt as trt
 
 from trtllm_mhc.rewrite.expand import MAX_STREAMS, Expansion, Factor, Term, expand
 from trtllm_mhc.rewrite.finalize import Finalize, match_finalize
-from trtllm_mhc.rewrite.graph import AllReduce, Graph, Node, Value
+from trtllm_mhc.rewrite.graph import PLUGIN_FORMS, AllReduce, Graph, Node, Value
 from trtllm_mhc.rewrite.indexing import HIDDEN, Axis, is_element, rows
+from trtllm_mhc.rewrite.linear import Linear, match_linear
 from trtllm_mhc.rewrite.norm import Norm, match_norm
 from trtllm_mhc.rewrite.reach import Reach
 
@@ -71,6 +72,7 @@ class Boundary:
 
     Attributes:
         finalize: what makes the all-reduce's summand, where that is the end of a MoE.
+        linear: the same, where it is a linear layer.
     """
 
     all_reduce: AllReduce
@@ -78,6 +80,7 @@ class Boundary:
     collapse: Collapse | None = None
     norm: Norm | None = None
     finalize: Finalize | None = None
+    linear: Linear | None = None
 
     @property
     def post(self) -> Post:
@@ -92,13 +95,14 @@ def find_boundaries(graph: Graph) -> tuple[list[Boundary], list[AllReduce]]:
         all_reduce = node.all_reduce() if node.live else None
         if all_reduce is None:
             continue
-        posts = match_posts(all_reduce.reduced) if all_reduce.form != "MhcBoundary" else []
+        posts = match_posts(all_reduce.reduced) if all_reduce.form not in PLUGIN_FORMS else []
         if not posts:
             others.append(all_reduce)
             continue
         boundary = Boundary(all_reduce, posts)
         boundary.collapse, boundary.norm = match_entry(boundary.post)
-        boundary.finalize = match_finalize(all_reduce.partial)
+        boundary.linear = match_linear(all_reduce.partial)
+        boundary.finalize = match_finalize(all_reduce.partial) if boundary.linear is None else None
         found.append(boundary)
     found.sort(key=lambda b: (b.all_reduce.node.depth, b.all_reduce.node.index))
     return found, others

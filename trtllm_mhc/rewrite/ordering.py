@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from trtllm_mhc.rewrite.graph import AllReduce, Graph, Node
+from trtllm_mhc.rewrite.graph import PLUGIN_FORMS, AllReduce, Graph, Node
 from trtllm_mhc.rewrite.plan import Plan
 from trtllm_mhc.rewrite.report import Reason
 
@@ -63,18 +63,11 @@ def _stuck(graph: Graph, extra: dict[Node, list[Node]]) -> set[Node]:
 
 def refuse_unordered(graph: Graph, plans: list[Plan], others: list[AllReduce]) -> None:
     """All users of one group's mailbox must follow each other by data."""
-    planned = {plan.boundary.all_reduce.node: plan for plan in plans}
-    users = [plan.boundary.all_reduce for plan in plans]
-    users += [each for each in others if each.form in ("MhcAllReduce", "MhcBoundary")]
-    users.sort(key=lambda each: (each.node.depth, each.node.index))
+    planned = _planned(plans)
     last: dict[tuple[int, ...], AllReduce] = {}
-    for user in users:
-        plan = planned.get(user.node)
-        if plan is not None and plan.status == "refused" and user.form != "MhcAllReduce":
-            continue  # communicates by other means
-        group = plan.group if plan is not None else tuple(user.group or ())
+    for group, user in _mailbox_users(plans, others):
         before = last.get(group)
-        if before is not None and not graph.depends_on(user.reduced, before.node):
+        if before is not None and not _follows(graph, user, before):
             for each, other in ((user, before), (before, user)):
                 mine = planned.get(each.node)
                 if mine is not None and mine.status != "refused":
@@ -90,3 +83,66 @@ def refuse_unordered(graph: Graph, plans: list[Plan], others: list[AllReduce]) -
                     break
             continue
         last[group] = user
+
+
+def keep_unordered_linears(graph: Graph, plans: list[Plan], others: list[AllReduce]) -> None:
+    """Between a linear layer that publishes and its boundary nobody else may use the mailbox.
+
+    A group's users follow each other by data (`refuse_unordered`). So it is enough that the activation waits for the
+    user before: then so does it for all before that one, and all others wait for the boundary.
+    """
+    planned = _planned(plans)
+    last: dict[tuple[int, ...], AllReduce] = {}
+    broken: dict[tuple[int, ...], AllReduce] = {}
+    users = list(_mailbox_users(plans, others))
+    for group, user in users:
+        before = last.get(group)
+        if before is not None and not _follows(graph, user, before):
+            broken.setdefault(group, user)
+        last[group] = user
+    last.clear()
+    for group, user in users:
+        plan, before = planned.get(user.node), last.get(group)
+        last[group] = user
+        if plan is None or plan.linear is None:
+            continue
+        stranger = broken.get(group)
+        if stranger is None and before is not None:
+            activation = plan.linear.linear.activation
+            stranger = None if graph.depends_on(activation, before.node) else before
+        if stranger is not None:
+            plan.linear = None
+            plan.notes.append(
+                Reason(
+                    "publish_unordered",
+                    f"It is not proven that {stranger.node.name!r}, which uses the same mailbox, stays out of the time "
+                    f"between the linear layer before {user.node.name!r} and its boundary.",
+                    "Compute the layer's activation from the result of the boundary before.",
+                )
+            )
+
+
+def _planned(plans: list[Plan]) -> dict[Node, Plan]:
+    return {plan.boundary.all_reduce.node: plan for plan in plans}
+
+
+def _mailbox_users(plans: list[Plan], others: list[AllReduce]) -> list[tuple[tuple[int, ...], AllReduce]]:
+    """The layers that use a mailbox once the plans are carried out, with their groups, by depth."""
+    planned = _planned(plans)
+    users = [plan.boundary.all_reduce for plan in plans]
+    users += [each for each in others if each.form == "MhcAllReduce" or each.form in PLUGIN_FORMS]
+    users.sort(key=lambda each: (each.node.depth, each.node.index))
+    found = []
+    for user in users:
+        plan = planned.get(user.node)
+        if plan is not None and plan.status == "refused" and user.form != "MhcAllReduce":
+            continue  # communicates by other means
+        found.append((plan.group if plan is not None else tuple(user.group or ()), user))
+    return found
+
+
+def _follows(graph: Graph, user: AllReduce, before: AllReduce) -> bool:
+    """Whether ``user`` waits for ``before`` and may come next: after a publishing layer only its boundary may."""
+    if before.form == "MhcPublishLinear" and user.partial is not before.reduced:
+        return False
+    return graph.depends_on(user.reduced, before.node)

@@ -8,6 +8,8 @@ from typing import Literal
 
 from trtllm_mhc.network import plugins
 from trtllm_mhc.rewrite.finalize import Finalize
+from trtllm_mhc.rewrite.graph import Array
+from trtllm_mhc.rewrite.linear import Linear
 from trtllm_mhc.rewrite.match import Boundary, Collapse
 from trtllm_mhc.rewrite.norm import Norm
 from trtllm_mhc.rewrite.report import Contribution, Reason, Status
@@ -28,6 +30,9 @@ class FuseOptions:
             ``"keep"`` fuses such a boundary up to its streams, ``"fuse"`` takes it for a delayed collapse.
         finalize: whether the end of a MoE (expert rows gathered, weighted and summed, plus the shared experts) before
             an all-reduce becomes part of its boundary.
+        publish_linear: whether the row-parallel linear layer before an all-reduce becomes an ``MhcPublishLinear``,
+            which stores its output into the mailbox: ``"bf16"`` for weights as they are, ``"e4m3"`` for bfloat16
+            weights that are exactly E4M3 in blocks of 32 x 32 with a power of two each, that is, dequantised ones.
         coefficients: whether the layers that compute a sublayer's mixes become an ``MhcCoefficients``, which takes its
             sums in another order than TensorRT's layers do.
     """
@@ -38,6 +43,7 @@ class FuseOptions:
     unlabelled_collectives: Literal["refuse", "all_reduce_sum"] = "refuse"
     separate_collapse: Literal["keep", "fuse"] = "keep"
     finalize: bool = True
+    publish_linear: Literal["off", "bf16", "e4m3"] = "off"
     coefficients: bool = False
 
     def __post_init__(self) -> None:
@@ -56,10 +62,29 @@ class FuseOptions:
                 "FuseOptions: unlabelled_collectives: expected 'refuse' or 'all_reduce_sum', "
                 f"got {self.unlabelled_collectives!r}"
             )
+        if self.publish_linear not in ("off", "bf16", "e4m3"):
+            raise ValueError(
+                f"FuseOptions: publish_linear: expected 'off', 'bf16' or 'e4m3', got {self.publish_linear!r}"
+            )
         if self.separate_collapse not in ("keep", "fuse"):
             raise ValueError(
                 f"FuseOptions: separate_collapse: expected 'keep' or 'fuse', got {self.separate_collapse!r}"
             )
+
+
+@dataclass(frozen=True)
+class PublishedLinear:
+    """A linear layer that is to publish.
+
+    Attributes:
+        linear: as found.
+        weight: [H, K], of bfloat16 or E4M3; None where the network's own constant will do.
+        scales: uint8 [H / 32, K / 32], UE8M0, of E4M3 weights.
+    """
+
+    linear: Linear
+    weight: Array | None
+    scales: Array | None = None
 
 
 @dataclass
@@ -76,10 +101,18 @@ class Plan:
     collapse: Collapse | None = None
     norm: Norm | None = None
     finalize: Finalize | None = None
+    linear: PublishedLinear | None = None
+
+    @property
+    def group_field(self) -> tuple[int, ...]:
+        """The plugins' attribute: empty for 0 .. tp_size - 1."""
+        return () if self.group == tuple(range(self.tp_size or 0)) else self.group
 
     @property
     def contribution(self) -> Contribution:
         """What the new layer takes from this rank."""
+        if self.linear is not None:
+            return "published"
         return "plain" if self.finalize is None else "finalize"
 
     @property

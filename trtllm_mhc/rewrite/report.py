@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 Status = Literal["full", "residual_only", "refused"]
-Contribution = Literal["plain", "finalize"]
+Contribution = Literal["plain", "finalize", "published"]
 
 #: Version of the JSON form.
 FORMAT = 1
@@ -47,8 +47,9 @@ class BoundaryEntry:
         streams: name of the tensor of streams in the network as it was.
         layer_input: name of the norm's result in the network as it was; None if there is no delayed collapse.
         hidden, hc, tp_size: the dimensions; ``tp_size`` is None if unknown.
-        contribution: what the new layer takes from this rank: ``"plain"`` (the all-reduce's summand) or ``"finalize"``
-            (a MoE's output whose end it also replaces).
+        contribution: what the new layer takes from this rank: ``"plain"`` (the all-reduce's summand), ``"finalize"``
+            (a MoE's output whose end it also replaces) or ``"published"`` (what a linear layer before it, replaced as
+            well, has stored into the mailbox).
         reasons: why it was refused.
         notes: what else to know: what was recognised around the boundary and left as it was, and why.
         exactness: by how much the fused values may differ from the unfused ones.

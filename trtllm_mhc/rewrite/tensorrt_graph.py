@@ -178,7 +178,7 @@ class TensorRTNode(Node):
 
     def all_reduce(self) -> AllReduce | None:
         if self.op is Op.PLUGIN_V3:
-            names = (plugins.ALL_REDUCE, plugins.BOUNDARY)
+            names = (plugins.ALL_REDUCE, plugins.BOUNDARY, plugins.PUBLISH_LINEAR)
             name = next((name for name in names if plugins.is_plugin_layer(self.layer, name)), None)
             if name is None:
                 return None

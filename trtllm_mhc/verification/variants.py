@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -385,12 +386,96 @@ class CoefficientsBehind(Variant):
                         outcome.agrees &= form != "unfused"
 
 
+class PublishLinear(Variant):
+    """The contribution is the output of a row-parallel linear layer, which stores it into the mailbox itself."""
+
+    name = "publish_linear_bf16"
+    options = FuseOptions(publish_linear="bf16")
+
+    def features(self) -> int:
+        """A rank's input features: its share of V4.1's output projection of the attention."""
+        return 8192 // self.size.tp_size
+
+    @cached_property
+    def weight(self) -> Array:
+        """[H, K], the same on all ranks."""
+        rng, features = np.random.default_rng(11), self.features()
+        weight = rng.standard_normal((self.size.hidden, features), np.float32) / np.float32(np.sqrt(features))
+        return weight.astype(BFLOAT16)
+
+    def is_fused(self, report: Report) -> bool:
+        return [(entry.status, entry.contribution) for entry in report.found] == [("full", "published")]
+
+    def define_fused(self, network: trt.INetworkDefinition) -> None:
+        super().define_fused(network)
+        layers = (network.get_layer(k) for k in range(network.num_layers))
+        (linear,) = [layer for layer in layers if plugins.is_plugin_layer(layer, plugins.PUBLISH_LINEAR)]
+        self.mark(network, {"contribution": linear.get_output(0)})
+
+    def add_contribution(self, network: trt.INetworkDefinition, inputs: Mapping[str, Any]) -> Any:
+        return functional.linear(network, inputs["activation"], self.weight)
+
+    def own(self, rng: np.random.Generator, rank: int) -> dict[str, Array]:
+        return {"activation": _normal(rng, self.size.rows, self.features())}
+
+    def contributions(self, feeds: Sequence[Tensors], outputs: Sequence[Tensors], outcome: Outcome) -> list[Array]:
+        # The order of the sums is either form's own.
+        weight, result = self.weight, []
+        for rank, (feed, out) in enumerate(zip(feeds, outputs, strict=True)):
+            actual = reference.clear_negative_zero(out["contribution"])
+            near = reference.publish_linear_agrees(actual, feed["activation"], weight)
+            outcome.near(near, f"rank {rank}, contribution")
+            outcome.measure(actual, reference.publish_linear(feed["activation"], weight))
+            result.append(actual)
+        return result
+
+
+class PublishLinearE4M3(PublishLinear):
+    """The same with weights that were E4M3 in blocks of 32 x 32, which the publishing layer reads as such."""
+
+    name = "publish_linear_e4m3"
+    options = FuseOptions(publish_linear="e4m3")
+
+    @cached_property
+    def weight(self) -> Array:
+        weight = super().weight.astype(np.float32)
+        hidden, features = weight.shape
+        blocks = weight.reshape(hidden // 32, 32, features // 32, 32)
+        # A power of two for each block, as a checkpoint's scales are.
+        power = np.ceil(np.log2(np.abs(blocks).max(axis=(1, 3), keepdims=True) / 448)).astype(np.int32)
+        small = np.ldexp(blocks, -power).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return np.ldexp(small, power).reshape(hidden, features).astype(BFLOAT16)
+
+
+class Published(PublishLinear):
+    """What publishing adds: the fused boundary behind TensorRT's own linear layer, and behind the publishing one."""
+
+    name = "published"
+    note = "the boundary is fused in the unfused form too"
+
+    def define(self, network: trt.INetworkDefinition, shows_contribution: bool) -> None:
+        super().define(network, shows_contribution)
+        if shows_contribution:
+            fuse_boundaries(network)
+
+
 _MIXES = ("post_out", "comb_out", "pre_out")
 _MOE = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx", "shared_output")
 
 #: All variants by name, in the order in which they are shown.
 VARIANTS: dict[str, type[Variant]] = {
-    each.name: each for each in (Variant, ResidualOnly, Finalize, Mxfp8, CaptureAux, CoefficientsBehind)
+    each.name: each
+    for each in (
+        Variant,
+        ResidualOnly,
+        Finalize,
+        Mxfp8,
+        CaptureAux,
+        CoefficientsBehind,
+        PublishLinear,
+        PublishLinearE4M3,
+        Published,
+    )
 }
 
 

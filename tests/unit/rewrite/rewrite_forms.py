@@ -26,6 +26,7 @@ FINALIZES = (
     *("adds", "reduce", "einsum", "matmul", "shared_first", "reversed", "rows_masked", "rows_masked_narrow"),
     *("weights_masked", "weights_multiplied", "columns", "not_less", "not_equal", "chosen_index"),
 )
+LINEARS = ("transposed", "columns", "reshaped_weight")
 BATCHES = ("rows", "batch_sequence", "one_batch", "static")
 
 
@@ -44,6 +45,8 @@ class Form:
     eps: float = 1e-20
     tp_size: int = 2
     finalize: str | None = None
+    linear: str | None = None
+    features: int = 128
 
     def with_(self, **changes: object) -> Form:
         """The form with something changed."""
@@ -139,6 +142,9 @@ class Writer:
             "pre": (trt.float32, (*form.lead, form.hc)),
             "gamma": (trt.bfloat16, (form.hidden,)),
         }
+        if form.linear is not None:
+            del shapes["x"]
+            shapes["activation"] = (trt.bfloat16, (*form.lead, form.features))
         if form.finalize is not None:
             del shapes["x"]
             shapes |= {
@@ -148,6 +154,18 @@ class Writer:
                 "shared_output": (trt.bfloat16, (*form.lead, form.hidden)),
             }
         return {name: network.add_input(name, dtype, shape) for name, (dtype, shape) in shapes.items()}
+
+    def linear(self, activation, weight=None):
+        """The row-parallel linear layer that ends a sublayer."""
+        form, lead = self.form, self.lead
+        weight = linear_weight(form) if weight is None else weight
+        if form.linear == "columns":
+            weight = np.ascontiguousarray(weight.T)
+        if form.linear == "reshaped_weight":
+            made = ops.reshape(self.network, ops.constant(self.network, weight), (1,) * (lead - 1) + weight.shape)
+        else:
+            made = ops.constant(self.network, weight.reshape((1,) * (lead - 1) + weight.shape))
+        return self.matmul(activation, "NONE", made, "NONE" if form.linear == "columns" else "TRANSPOSE")
 
     def compare(self, a, b, operation):
         return ops.elementwise(self.network, a, b, getattr(trt.ElementWiseOperation, operation))
@@ -363,9 +381,11 @@ class Writer:
             return self.mul(self.narrow(self.mul(wide, inverse)), weight)
         return self.narrow(self.mul(self.mul(wide, inverse), self.wide(weight)))
 
-    def boundary(self, residual, post, comb, pre, gamma, x=None, **moe):
-        """The whole boundary: streams and layer input. Without ``x`` the MoE's output is finalized first."""
-        if moe:
+    def boundary(self, residual, post, comb, pre, gamma, x=None, activation=None, **moe):
+        """The whole boundary: streams and layer input. Without ``x`` the sublayer's end before it, too."""
+        if activation is not None:
+            x = self.linear(activation)
+        elif moe:
             x = self.finalize(**moe)
         streams = self.post(self.all_reduce(x), residual, post, comb)
         return streams, self.norm(self.collapse(streams, pre), gamma)
@@ -400,6 +420,9 @@ def feeds(form: Form, seed: int = 0) -> list[dict[str, np.ndarray]]:
         "pre": integers(*lead, form.hc, bound=3, unit=1 / 4),
         "gamma": integers(form.hidden, unit=1 / 8, dtype=BFLOAT16),
     }
+    if form.linear is not None:
+        shape = (*lead, form.features)
+        return [{"activation": integers(*shape, dtype=BFLOAT16), **shared} for _ in range(form.tp_size)]
     if form.finalize is None:
         return [{"x": integers(*lead, form.hidden, dtype=BFLOAT16), **shared} for _ in range(form.tp_size)]
 
@@ -413,6 +436,14 @@ def feeds(form: Form, seed: int = 0) -> list[dict[str, np.ndarray]]:
         }
 
     return [moe() | shared for _ in range(form.tp_size)]
+
+
+def linear_weight(form: Form) -> np.ndarray:
+    """[H, K] bfloat16; a number of E4M3 times a power of two for each block of 32 x 32."""
+    rng = np.random.default_rng(9)
+    blocks = rng.integers(-3, 4, (form.hidden // 32, 32, form.features // 32, 32)).astype(np.float32)
+    powers = rng.integers(-2, 3, (form.hidden // 32, 1, form.features // 32, 1))
+    return np.ldexp(blocks, powers).reshape(form.hidden, form.features).astype(BFLOAT16)
 
 
 def snapshot(network) -> list[object]:

@@ -45,15 +45,17 @@ def check(trt, forms, networks):
             assert np.abs(old["streams"].astype(np.float32)).max() > 10
             assert ulp_distance(new["layer_input"], old["layer_input"]).max() <= norm_ulps
         types = [layer.type for layer in forms.live_layers(fused[0])]
-        assert types.count(trt.LayerType.PLUGIN_V3) == 1
+        assert types.count(trt.LayerType.PLUGIN_V3) == (1 if entry.contribution != "published" else 2)
         if status == "full":
             around = {trt.LayerType.SHUFFLE}
+            if entry.contribution == "published":
+                around.add(trt.LayerType.CONSTANT)
             if form.batch == "batch_sequence":
                 around |= {
                     getattr(trt.LayerType, kind) for kind in ("SHAPE", "SLICE", "CONCATENATION", "CONSTANT", "CAST")
                 }
             assert set(types) <= {trt.LayerType.PLUGIN_V3} | around
-            assert form.batch != "rows" or len(types) <= 2 or form.finalize
+            assert form.batch != "rows" or len(types) <= 2 or form.finalize or form.linear
         return entry
 
     return check
@@ -144,6 +146,43 @@ def test_finalize(check, forms, finalize, batch):
     entry = check(forms.Form(finalize=finalize, batch=batch))
     assert entry.contribution == "finalize"
     assert any(text.startswith("MoE output: ") for text in entry.exactness)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "e4m3"])
+@pytest.mark.parametrize("linear", ["transposed", "columns", "reshaped_weight"])
+@pytest.mark.parametrize("batch", ["rows", "batch_sequence", "one_batch"])
+def test_linear(check, forms, linear, weights, batch):
+    from trtllm_mhc.rewrite import FuseOptions
+
+    entry = check(forms.Form(linear=linear, batch=batch), FuseOptions(publish_linear=weights))
+    assert (entry.contribution, entry.notes) == ("published", ())
+    assert any(text.startswith("linear layer: ") for text in entry.exactness)
+
+
+def test_linear_by_default(forms, network):
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    forms.write_boundary(network, forms.Form(linear="transposed"))
+    (entry,) = fuse_boundaries(network).found
+    assert (entry.status, entry.contribution, entry.notes) == ("full", "plain", ())
+    assert "MATRIX_MULTIPLY" in [layer.type.name for layer in forms.live_layers(network)]
+
+
+@pytest.mark.parametrize("weights", ["bf16", "e4m3"])
+def test_attributes_of_a_published_boundary(forms, network, weights):
+    from trtllm_mhc.network import plugins
+    from trtllm_mhc.rewrite import FuseOptions, fuse_boundaries
+
+    forms.write_boundary(network, forms.Form(linear="transposed"))
+    options = FuseOptions(publish_linear=weights)
+    assert fuse_boundaries(network, options).full == 1
+    layers = {layer.name: layer for layer in forms.live_layers(network)}
+    boundary, linear = layers["mhc_boundary_0"], layers["mhc_boundary_0/linear"]
+    assert boundary.get_input(0) is linear.get_output(0)
+    assert plugins.read_fields(boundary)["published"] == 1
+    assert plugins.read_fields(linear)["weight_type"] == int(weights == "e4m3")
+    again = fuse_boundaries(network, options)
+    assert (again.found, again.other_all_reduces, again.already_fused) == ((), (), 1)
 
 
 def test_finalize_switched_off(trt, forms, network):

@@ -519,6 +519,151 @@ def test_finalize_with_one_row_for_all_tokens(trt, left_out, what):
     left_out("one_row_for_all", finalize=finalize)
 
 
+# The linear layer before the all-reduce: left as it is, while the boundary is fused.
+
+
+@pytest.fixture
+def not_published(forms, network):
+    """Runs the pass and checks that it fuses the boundary on the linear layer's output, with this one note."""
+    from trtllm_mhc.rewrite import FuseOptions, fuse_boundaries
+
+    def not_published(code, form=None, weights="bf16", **changes):
+        w = forms.Writer(network, form or forms.Form(linear="transposed"))
+        for name, change in changes.items():
+            setattr(w, name, change(w, getattr(w, name)))
+        streams, layer_input = w.boundary(**w.inputs())
+        w.output(streams=streams, layer_input=layer_input)
+        (entry,) = fuse_boundaries(network, FuseOptions(publish_linear=weights)).found
+        assert (entry.status, entry.contribution, [note.code for note in entry.notes]) == ("full", "plain", [code])
+        assert all(note.what.endswith(".") and note.remedy.endswith(".") for note in entry.notes)
+        assert "MATRIX_MULTIPLY" in [layer.type.name for layer in forms.live_layers(network)] or not form.linear
+
+    return not_published
+
+
+def test_publish_without_a_linear_layer(forms, not_published):
+    not_published("publish_no_linear", forms.Form())
+
+
+@pytest.mark.parametrize("what", ["bias", "weight is an input"])
+def test_publish_of_no_constant_weight(trt, not_published, forms, what):
+    def linear(w, plain):
+        def changed(activation):
+            if what == "bias":
+                return w.add(plain(activation), w.network.add_input("bias", trt.bfloat16, (1, forms.HIDDEN)))
+            weight = w.network.add_input("weight", trt.bfloat16, (forms.HIDDEN, w.form.features))
+            return w.matmul(activation, "NONE", weight, "TRANSPOSE")
+
+        return changed
+
+    not_published("publish_no_linear", linear=linear)
+
+
+@pytest.mark.parametrize("features", [64, 16384 + 128])
+def test_publish_of_other_sizes(forms, not_published, features):
+    not_published("publish_size", forms.Form(linear="transposed", features=features))
+
+
+def test_publish_of_another_dtype(trt, not_published):
+    def linear(w, plain):
+        def changed(activation):
+            w.wide_weight = True
+            return w.narrow(plain(w.wide(activation), w.weight.astype(np.float32)))
+
+        import rewrite_forms
+
+        w.weight = rewrite_forms.linear_weight(w.form)
+        return changed
+
+    # The rounding after a product in float32 is the cast's, so that there is no linear layer of bfloat16.
+    not_published("publish_no_linear", linear=linear)
+
+
+@pytest.mark.parametrize("what", ["reader", "output"])
+def test_published_value_has_another_reader(not_published, what):
+    def linear(w, plain):
+        def changed(activation):
+            x = plain(activation)
+            w.output(other=w.mul(x, x) if what == "reader" else x)
+            return x
+
+        return changed
+
+    not_published("publish_consumer", linear=linear)
+
+
+@pytest.mark.parametrize("what", ["too fine", "not finite"])
+def test_publish_of_weights_that_are_not_e4m3(forms, not_published, what):
+    import rewrite_forms
+
+    def linear(w, plain):
+        weight = rewrite_forms.linear_weight(w.form)
+        # Four significant bits are E4M3's, and within a block all are on one grid.
+        weight[5, 7] = 17.0 if what == "too fine" else np.inf
+        return lambda activation: plain(activation, weight)
+
+    not_published("publish_not_e4m3", weights="e4m3", linear=linear)
+
+
+def test_publish_where_users_of_the_mailbox_are_unordered(forms, network):
+    """Two all-reduces of no boundary that do not wait for each other, though the boundary waits for both."""
+    from trtllm_mhc.network import plugins
+    from trtllm_mhc.rewrite import FuseOptions, fuse_boundaries
+
+    w = forms.Writer(network, forms.Form(linear="transposed"))
+    inputs = w.inputs()
+    sums = [
+        plugins.add_all_reduce(network, each, tp_size=2)
+        for each in (w.linear(inputs["activation"]), w.pick(inputs["residual"], 1, 0, keep=False))
+    ]
+    waiting = w.mul(w.pick(sums[0], 1, 0), w.pick(sums[1], 1, 0))
+    streams, layer_input = w.boundary(**{**inputs, "activation": w.mul(inputs["activation"], waiting)})
+    w.output(streams=streams, layer_input=layer_input)
+    (entry,) = fuse_boundaries(network, FuseOptions(publish_linear="bf16")).found
+    assert (entry.status, entry.contribution) == ("full", "plain")
+    assert [note.code for note in entry.notes] == ["publish_unordered"]
+
+
+def test_a_boundary_between_a_published_one_and_its_linear_layer(trt, forms, network):
+    """Of a network that has been through the pass: nobody may come between."""
+    from trtllm_mhc.network import functional, plugins
+    from trtllm_mhc.rewrite import fuse_boundaries
+
+    w = forms.Writer(network, forms.Form())
+    inputs = w.inputs()
+    activation = network.add_input("activation", trt.bfloat16, (-1, 128))
+    weight = functional.constant(network, forms.linear_weight(forms.Form()))
+    published = plugins.add_publish_linear(network, activation, weight, tp_size=2)
+    x = w.narrow(w.add(w.wide(inputs["x"]), w.wide(published)))
+    streams, layer_input = w.boundary(**{**inputs, "x": x})
+    last = plugins.add_boundary(
+        network,
+        published,
+        streams,
+        *(inputs[name] for name in ("post", "comb", "pre", "gamma")),
+        tp_size=2,
+        norm_eps=1e-6,
+        published=True,
+    )
+    w.output(streams=last[0], layer_input=last[1], other=layer_input)
+    report = fuse_boundaries(network)
+    assert report.already_fused == 1
+    assert [[reason.code for reason in entry.reasons] for entry in report.found] == [["unordered"]]
+
+
+def test_publish_in_a_chain(forms, network):
+    from trtllm_mhc.rewrite import FuseOptions, fuse_boundaries
+
+    w = forms.Writer(network, forms.Form(linear="transposed"))
+    inputs = w.inputs()
+    streams, layer_input = w.boundary(**inputs)
+    activation = w.mul(inputs["activation"], w.pick(layer_input, 1, 0))
+    streams, layer_input = w.boundary(**{**inputs, "activation": activation, "residual": streams})
+    w.output(streams=streams, layer_input=layer_input)
+    report = fuse_boundaries(network, FuseOptions(publish_linear="bf16"))
+    assert [entry.contribution for entry in report.found] == ["published", "published"]
+
+
 def test_quantised_layer_input(trt, writer, network):
     """The quantisation stays, and the boundary before it is fused."""
     from trtllm_mhc.network import functional

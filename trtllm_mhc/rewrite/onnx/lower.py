@@ -67,7 +67,7 @@ def lower(view: View, node: ir.Node) -> None:
         view.add(node, Op.OTHER, [*inputs, *outer], outputs)
 
 
-_PLUGINS = (plugins.ALL_REDUCE, plugins.BOUNDARY)
+_PLUGINS = (plugins.ALL_REDUCE, plugins.BOUNDARY, plugins.PUBLISH_LINEAR)
 
 
 def _is_collective(node: ir.Node) -> bool:

@@ -62,9 +62,15 @@ def fuse_model(model: ir.Model, options: FuseOptions | None = None) -> Report:
         options: what the model does not say itself.
 
     Raises:
-        ValueError: the model has no outputs, or an older opset.
+        ValueError: the model has no outputs, or an older opset; or the options ask for publishing linear layers, which
+            only networks of TensorRT can get: an exporter's weights would have to be read and turned.
     """
-    analysis = analyse(view(model), options or FuseOptions())
+    options = options or FuseOptions()
+    if options.publish_linear != "off":
+        raise ValueError(
+            f"fuse_model: publish_linear: expected 'off' for an ONNX model, got {options.publish_linear!r}"
+        )
+    analysis = analyse(view(model), options)
     replacements: list[_Replacement] = []
     for name, what in analysis.steps:
         writer = _Writer(model.graph, name)
@@ -101,8 +107,8 @@ class _Writer:
             attributes["top_k"] = plan.finalize.top_k
         if plan.rank >= 0:
             attributes["rank"] = plan.rank
-        if plan.group != tuple(range(plan.tp_size or 0)):
-            attributes["group"] = list(plan.group)
+        if plan.group_field:
+            attributes["group"] = list(plan.group_field)
         wanted = [("residual_out", post.streams)]
         if plan.norm is not None and plan.collapse is not None and plan.norm.gamma is not None:
             inputs += [self.flat(plan.collapse.pre, "pre", (hc,)), self.vector(plan.norm.gamma)]
