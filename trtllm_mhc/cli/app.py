@@ -393,6 +393,10 @@ def verify(
 TpSize = Annotated[int | None, typer.Option("--tp-size", help="Ranks that sum, where the all-reduce does not tell.")]
 Rank = Annotated[int, typer.Option(help="Index in the group, where the all-reduce does not tell; -1: at run time.")]
 Group = Annotated[str, typer.Option(help="World ranks of the group, separated by commas; default 0 .. tp-size - 1.")]
+Finalize = Annotated[bool, typer.Option(help="Fuse the end of a MoE with the boundary behind it.")]
+FuseCoefficients = Annotated[
+    bool, typer.Option("--coefficients/--no-coefficients", help="Replace the layers of a sublayer's mixes by one.")
+]
 Separate = Annotated[
     SeparateCollapse,
     typer.Option(help="Keep or fuse a collapse whose products are added one by one, as the last layer's are."),
@@ -414,6 +418,8 @@ def rewrite(
     rank: Rank = -1,
     group: Group = "",
     separate_collapse: Separate = SeparateCollapse.keep,
+    finalize: Finalize = True,
+    coefficients: FuseCoefficients = False,
 ) -> None:
     """Replace the boundaries of an ONNX model by the plugin's nodes.
 
@@ -423,7 +429,7 @@ def rewrite(
     """
     from trtllm_mhc.cli.rewrite import run
 
-    options = (tp_size, rank, group, separate_collapse.value)
+    options = (tp_size, rank, group, separate_collapse.value, finalize, coefficients)
     raise typer.Exit(run(source, target, options, require, json_path, _console()))
 
 
@@ -440,6 +446,8 @@ def inspect(
     rank: Rank = -1,
     group: Group = "",
     separate_collapse: Separate = SeparateCollapse.keep,
+    finalize: Finalize = True,
+    coefficients: FuseCoefficients = False,
 ) -> None:
     """Show the boundaries of an ONNX model, of a network, or of an engine.
 
@@ -450,5 +458,7 @@ def inspect(
     """
     from trtllm_mhc.cli.inspect import InspectOptions, run
 
-    options = InspectOptions(file, (tp_size, rank, group, separate_collapse.value), require, json_path, dot)
+    options = InspectOptions(
+        file, (tp_size, rank, group, separate_collapse.value, finalize, coefficients), require, json_path, dot
+    )
     raise typer.Exit(run(options, _console()))

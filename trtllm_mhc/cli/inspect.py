@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from trtllm_mhc.cli.rewrite import MissingPackageError, make_options, require_packages, write_json
+from trtllm_mhc.cli.rewrite import FuseArguments, MissingPackageError, make_options, require_packages, write_json
 
 if TYPE_CHECKING:
     from trtllm_mhc.rewrite.graph import Graph
@@ -27,7 +27,7 @@ class InspectOptions:
     """The command's options; ``fuse`` are the arguments of `make_options`."""
 
     file: str
-    fuse: tuple[int | None, int, str, str] = (None, -1, "", "keep")
+    fuse: FuseArguments = (None, -1, "", "keep", True, False)
     require: int | None = None
     json_path: Path | None = None
     dot: str | None = None

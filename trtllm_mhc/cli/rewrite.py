@@ -31,7 +31,18 @@ def require_packages(*names: str) -> None:
             raise MissingPackageError(f"needs the package {name}: {how.get(name, 'pip install trtllm-mhc[onnx]')}")
 
 
-def make_options(tp_size: int | None, rank: int, group: str, separate_collapse: str) -> FuseOptions:
+#: The arguments of `make_options`.
+FuseArguments = tuple[int | None, int, str, str, bool, bool]
+
+
+def make_options(
+    tp_size: int | None,
+    rank: int,
+    group: str,
+    separate_collapse: str,
+    finalize: bool,
+    coefficients: bool,
+) -> FuseOptions:
     """The pass's options from the command line's.
 
     Raises:
@@ -43,13 +54,20 @@ def make_options(tp_size: int | None, rank: int, group: str, separate_collapse: 
         ranks = tuple(int(part) for part in group.split(",")) if group else ()
     except ValueError:
         raise ValueError(f"--group: expected ranks separated by commas, got {group!r}") from None
-    return FuseOptions(tp_size=tp_size, rank=rank, group=ranks, separate_collapse=separate_collapse)  # type: ignore[arg-type]
+    return FuseOptions(
+        tp_size=tp_size,
+        rank=rank,
+        group=ranks,
+        separate_collapse=separate_collapse,  # type: ignore[arg-type]
+        finalize=finalize,
+        coefficients=coefficients,
+    )
 
 
 def run(
     source: Path,
     target: Path,
-    options: tuple[int | None, int, str, str],
+    options: FuseArguments,
     require: int | None,
     json_path: Path | None,
     console: Console,

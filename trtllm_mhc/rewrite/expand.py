@@ -90,7 +90,13 @@ class _TooComplexError(Exception):
 
 
 def expand(
-    root: Value, index: Index, origin: Value | None, inside: Container[Value], *, guards: bool = False
+    root: Value,
+    index: Index,
+    origin: Value | None,
+    inside: Container[Value],
+    *,
+    guards: bool = False,
+    partial_sums: bool = True,
 ) -> Expansion | None:
     """Element ``index`` of ``root`` as a sum of products, or None if it is none of at most a few terms.
 
@@ -100,8 +106,9 @@ def expand(
         origin: a tensor to take as it is, whatever computes it.
         inside: bfloat16 tensors to look into as well, as roundings inside the sum.
         guards: whether to look into a choice between a tensor and zero, as a product with a guard.
+        partial_sums: whether to look into bfloat16 summands, which may be sums that were rounded.
     """
-    expander = _Expander(origin, inside, guards)
+    expander = _Expander(origin, inside, guards, partial_sums)
     start = root
     if root.producer is not None and root.producer.op is Op.CAST:
         start = root.producer.operands[0]
@@ -113,10 +120,11 @@ def expand(
 
 
 class _Expander:
-    def __init__(self, origin: Value | None, inside: Container[Value], guards: bool) -> None:
+    def __init__(self, origin: Value | None, inside: Container[Value], guards: bool, partial_sums: bool) -> None:
         self.origin = origin
         self.inside = inside
         self.guards = guards
+        self.partial_sums = partial_sums
         self.steps = 0
         self.adds = False
         self.bf16_arithmetic = False
@@ -133,7 +141,7 @@ class _Expander:
         if node is None or value is self.origin:
             return [_leaf(value, index)]
         if value.dtype != trt.float32 and not root:
-            if value not in self.inside and not summand:
+            if value not in self.inside and not (summand and self.partial_sums):
                 return [_leaf(value, index)]
             if node.op is Op.CAST:
                 if value not in self.extra_roundings:

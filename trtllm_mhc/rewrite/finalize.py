@@ -76,8 +76,17 @@ def match_finalize(partial: Value) -> Finalize | None:
         moved = source(value, index)
     if not is_element(value, index, HIDDEN):
         return None
-    expansion = expand(value, index, None, (), guards=True)
-    if expansion is None or len(expansion.terms) < 2:
+    # The shared experts' output may itself be a sum; only where it cannot be taken whole, a rounding is looked for.
+    for partial_sums in (False, True):
+        expansion = expand(value, index, None, (), guards=True, partial_sums=partial_sums)
+        found = None if expansion is None else _match(value, tuple(between), expansion)
+        if found is not None:
+            return found
+    return None
+
+
+def _match(value: Value, between: tuple[Value, ...], expansion: Expansion) -> Finalize | None:
+    if len(expansion.terms) < 2:
         return None
     routes: list[_Route] = []
     shared: list[Value] = []
@@ -100,7 +109,7 @@ def match_finalize(partial: Value) -> Finalize | None:
             is_masked = all(route.is_masked for route in routes)
             return Finalize(
                 value,
-                tuple(between),
+                between,
                 routes[0].rows,
                 weights,
                 candidate,

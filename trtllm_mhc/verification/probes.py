@@ -10,13 +10,15 @@ from typing import Any
 import numpy.typing as npt
 import tensorrt as trt
 
+from trtllm_mhc import reference
 from trtllm_mhc.network import plugins
 from trtllm_mhc.network.layers import constant_array, layer_type
 from trtllm_mhc.rewrite.report import Report
 
 Array = npt.NDArray[Any]
 
-_INPUT_ROLES = ("x", "residual", "post", "comb", "pre", "gamma")
+_FINALIZE_ROLES = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx", "shared_output")
+_INPUT_ROLES = ("residual", "post", "comb", "pre", "gamma")
 _OUTPUT_ROLES = ("residual_out", "layer_input")
 
 
@@ -28,8 +30,8 @@ class BoundaryProbe:
         index: position among the network's boundaries, in network order.
         layer: the layer's name.
         norm_eps: epsilon of the norm; None for a residual-only boundary.
-        tensors: role ("x", "residual", "post", "comb", "pre", "gamma", "residual_out", "layer_input") to the name of
-            the network output or input that holds it.
+        tensors: role ("x" or the names of `FinalizeInputs`, "residual", "post", "comb", "pre", "gamma", "residual_out",
+            "layer_input") to the name of the network output or input that holds it.
         constants: role to value, for inputs that are constants.
     """
 
@@ -45,16 +47,15 @@ class BoundaryProbe:
         return self.norm_eps is None
 
     def read(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Role to array, from one rank's inputs and outputs by name."""
-        return self.constants | {role: values[name] for role, name in self.tensors.items()}
+        """Role to array, from one rank's inputs and outputs by name; what a boundary finalizes is there as "x" too."""
+        found = self.constants | {role: values[name] for role, name in self.tensors.items()}
+        if all(role in found for role in _FINALIZE_ROLES):
+            found["x"] = reference.finalize(*(found[role] for role in _FINALIZE_ROLES))
+        return found
 
 
 def probe_boundaries(network: trt.INetworkDefinition) -> list[BoundaryProbe]:
-    """Marks inputs and outputs of every plain `MhcBoundary` as outputs of `network`; constants and inputs are left.
-
-    Raises:
-        ValueError: a boundary takes a published or unfinalized contribution, which no tensor holds.
-    """
+    """Marks inputs and outputs of every `MhcBoundary` as outputs of `network`; constants and inputs are left."""
     layers = [network.get_layer(index) for index in range(network.num_layers)]
     producers = {layer.get_output(slot).name: layer for layer in layers for slot in range(layer.num_outputs)}
     probes: list[BoundaryProbe] = []
@@ -62,11 +63,10 @@ def probe_boundaries(network: trt.INetworkDefinition) -> list[BoundaryProbe]:
         if not plugins.is_plugin_layer(layer, plugins.BOUNDARY):
             continue
         fields = plugins.read_fields(layer)
-        if fields.get("top_k") or fields.get("published"):
-            raise ValueError(f"{layer.name}: only boundaries with a plain input can be probed")
+        contribution = _FINALIZE_ROLES if fields.get("top_k") else ("x",)
         tensors: dict[str, str] = {}
         constants: dict[str, Array] = {}
-        for role, slot in zip(_INPUT_ROLES, range(layer.num_inputs), strict=False):
+        for role, slot in zip((*contribution, *_INPUT_ROLES), range(layer.num_inputs), strict=False):
             tensor = layer.get_input(slot)
             producer = producers.get(tensor.name)
             if producer is not None and layer_type(producer) == trt.LayerType.CONSTANT:

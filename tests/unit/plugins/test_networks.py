@@ -106,7 +106,7 @@ def test_rows_may_be_any_expression(trt: ModuleType, network: Any) -> None:
     [
         ({"tp_size": 2, "norm_eps": 1e-20}, {"tp_size": 2, "rank": -1, "group": ()}),
         ({"tp_size": 2, "norm_eps": 1e-6, "rank": 1, "group": [7, 3]}, {"rank": 1, "group": (7, 3)}),
-        ({"tp_size": 1, "norm_eps": 0.1, "group": (5,), "published": True}, {"group": (5,), "published": 1}),
+        ({"tp_size": 1, "norm_eps": 0.1, "group": (5,)}, {"group": (5,), "published": 0}),
     ],
 )
 def test_fields_read_back(trt: ModuleType, network: Any, arguments: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -119,6 +119,17 @@ def test_fields_read_back(trt: ModuleType, network: Any, arguments: dict[str, An
         "format", "tp_size", "rank", "group", "hc_mult", "norm_eps", "collapse", "published", "top_k", "quantize",
     }  # fmt: skip
     assert fields["norm_eps"] == float(np.float32(arguments["norm_eps"]))
+
+
+def test_published_boundary_needs_a_publishing_layer(trt: ModuleType, network: Any) -> None:
+    """What the mailbox holds comes from such a layer only; anything else would be waited for."""
+    from trtllm_mhc.network.plugins import add_boundary
+
+    x, *inputs = boundary_inputs(trt, network)
+    shuffled = network.add_identity(x).get_output(0)
+    for tensor in (x, shuffled):
+        with pytest.raises(ValueError, match="x: expected the output of a MhcPublishLinear of the network"):
+            add_boundary(network, tensor, *inputs, tp_size=2, norm_eps=1e-6, published=True)
 
 
 def test_fields_are_right_200_times_of_200(trt: ModuleType, network: Any) -> None:

@@ -27,7 +27,7 @@ from trtllm_mhc import plugin
 from trtllm_mhc.network import ops
 from trtllm_mhc.reference import ulp_distance
 from trtllm_mhc.reference.interpreter import evaluate
-from trtllm_mhc.rewrite import fuse_boundaries
+from trtllm_mhc.rewrite import FuseOptions, fuse_boundaries
 
 HAS_COLLECTIVES = hasattr(trt, "IDistCollectiveLayer")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -91,6 +91,15 @@ class Case:
     parts: tuple[Part, ...]
     tp_size: int
     numbers: int
+    publish_linear: str = "off"
+
+    @property
+    def contribution(self) -> str:
+        """What the first boundary is to take from a rank, if it is fused."""
+        form = self.parts[0].form
+        if form.linear is not None and self.publish_linear != "off":
+            return "published"
+        return "plain" if form.finalize is None else "finalize"
 
     @property
     def statuses(self) -> list[str]:
@@ -123,10 +132,17 @@ def cases(draw: st.DrawFn) -> Case:
             batch=batch,
             eps=draw(st.sampled_from([0.0, 1e-20, 1e-6])),
             tp_size=tp_size,
-            finalize=draw(st.sampled_from([None, *rewrite_forms.FINALIZES])) if not parts else None,
         )
+        if not parts:
+            # Only the first one's input has to come from somewhere.
+            end = draw(st.sampled_from(["x", "finalize", "linear"]))
+            if end == "finalize":
+                form = form.with_(finalize=draw(st.sampled_from(rewrite_forms.FINALIZES)))
+            elif end == "linear":
+                form = form.with_(linear=draw(st.sampled_from(rewrite_forms.LINEARS)))
         parts.append(Part(form, draw(st.sampled_from(sorted(SURROUNDINGS)))))
-    return Case(tuple(parts), tp_size, draw(st.integers(0, 2**31)))
+    publish_linear = draw(st.sampled_from(["off", "bf16", "e4m3"]))
+    return Case(tuple(parts), tp_size, draw(st.integers(0, 2**31)), publish_linear)
 
 
 def write(network: trt.INetworkDefinition, case: Case) -> dict[str, int]:
@@ -157,7 +173,9 @@ def _write_part(network, part: Part, inputs, number: int, ulps: dict[str, int]):
     if around == "coefficients shared":
         pre = post
     x = inputs.get("x")
-    if x is None:
+    if x is None and "activation" in inputs:
+        x = w.linear(inputs["activation"])
+    elif x is None:
         x = w.finalize(*(inputs[name] for name in ("gemm2_permuted", "expert_weights", "index", "shared_output")))
     reduced = w.all_reduce(x)
     if around == "reader of the sum":
@@ -260,12 +278,12 @@ def check(case: Case, builder: trt.Builder, tally: Tally | None = None) -> None:
     for network in unfused + fused:
         ulps = write(network, case)
     before = [rewrite_forms.snapshot(network) for network in fused]
-    reports = [fuse_boundaries(network) for network in fused]
+    options = FuseOptions(publish_linear=case.publish_linear)
+    reports = [fuse_boundaries(network, options) for network in fused]
     assert all(report == reports[0] for report in reports)
     found = [entry.status for entry in reports[0].found]
     assert found == case.statuses, (found, case.statuses, [entry.reasons for entry in reports[0].found])
-    finalized = found[0] != "refused" and case.parts[0].form.finalize is not None
-    assert (reports[0].found[0].contribution == "finalize") == finalized
+    assert reports[0].found[0].contribution == ("plain" if found[0] == "refused" else case.contribution)
     if set(found) == {"refused"}:
         assert [rewrite_forms.snapshot(network) for network in fused] == before
     numbers = feeds(case, unfused)
@@ -276,7 +294,7 @@ def check(case: Case, builder: trt.Builder, tally: Tally | None = None) -> None:
             # Zeros of either sign are equal: the sign of an exact zero depends on the order of the sum.
             distance = int(ulp_distance(ours[name], theirs[name]).max())
             assert distance <= allowed, f"{name}: {distance} ulp"
-    again = fuse_boundaries(fused[0])
+    again = fuse_boundaries(fused[0], options)
     assert [entry.status for entry in again.found] == ["refused"] * found.count("refused")
     if tally is not None:
         tally.cases += 1

@@ -12,7 +12,7 @@ import rewrite_forms
 import tensorrt as trt
 
 from trtllm_mhc import plugin
-from trtllm_mhc.rewrite import fuse_boundaries
+from trtllm_mhc.rewrite import FuseOptions, fuse_boundaries
 
 PATH = Path(__file__).parents[3] / "docs" / "rewrite_forms.md"
 
@@ -32,6 +32,16 @@ The end of a MoE before the all-reduce (`finalize`) becomes part of the boundary
 its masks take, that an index of -1 adds nothing and every other index picks its own row; up to 16 routes. Where it is
 not, or the sum is rounded in between, has no shared experts or another reader, the boundary is fused on the finalized
 tensor and the report says why. `FuseOptions(finalize=False)` switches it off.
+
+The row-parallel linear layer before the all-reduce (`linear`) becomes an `MhcPublishLinear`, and its boundary one that
+takes what that layer has stored into the mailbox, with `FuseOptions(publish_linear="bf16")`: where its weight is a
+constant, nothing else reads its output, K is a multiple of 128, and no other user of the mailbox can come between the
+two. With `"e4m3"`, bfloat16 weights that are exactly E4M3 in blocks of 32 x 32 with a power of two each (dequantised
+ones) are stored so again. Off by default. Not in ONNX models, whose weights are left alone.
+
+The native layers of a sublayer's mixes become an `MhcCoefficients` with `FuseOptions(coefficients=True)`: the
+projection by a constant (stored either way), scales and offsets, sigmoids, softmax and Sinkhorn rounds, if nothing
+reads what is in between.
 
 A dynamic MXFP8 quantisation of the layer input stays a layer of TensorRT, with a note in the report: the plugin can
 write MXFP8, but its scales are swizzled words of int32, which no layer of TensorRT reads.
@@ -88,6 +98,11 @@ FORMS = {
         "not_equal": "mask `not (index == -1)`",
         "chosen_index": "index clamped by a choice",
     },
+    "linear": {
+        "transposed": "weight [H, K], transposed by the matrix product",
+        "columns": "weight [K, H]",
+        "reshaped_weight": "weight reshaped",
+    },
     "batch": {
         "rows": "[M, ...]",
         "batch_sequence": "[B, S, ...], reshaped around the plugin",
@@ -105,8 +120,8 @@ def render(builder: trt.Builder) -> str:
         for form, text in forms.items():
             network = builder.create_network(_flags())
             rewrite_forms.write_boundary(network, rewrite_forms.Form().with_(**{part: form}))
-            (entry,) = fuse_boundaries(network).found
-            assert part != "finalize" or entry.contribution == "finalize"
+            (entry,) = fuse_boundaries(network, FuseOptions(publish_linear="bf16" if part == "linear" else "off")).found
+            assert entry.contribution == {"finalize": "finalize", "linear": "published"}.get(part, "plain")
             about = next((each for each in entry.exactness if each.startswith(_ABOUT[part])), "")
             about = about.partition(": ")[2] or "the collapse " + entry.notes[0].what.split("'")[-1].strip()
             number = notes.setdefault(about, len(notes) + 1)
@@ -117,7 +132,7 @@ def render(builder: trt.Builder) -> str:
 
 
 _ABOUT = {"post": "streams", "comb": "streams", "collapse": "collapse", "norm": "layer input", "batch": "streams"}
-_ABOUT["finalize"] = "MoE output"
+_ABOUT |= {"finalize": "MoE output", "linear": "linear layer"}
 
 
 def _flags() -> int:

@@ -218,7 +218,7 @@ def test_document_is_up_to_date(forms, builder):
 
     described = {(part, form) for part, each in forms_table.FORMS.items() for form in each}
     written = {"post": forms.POSTS, "collapse": forms.COLLAPSES, "norm": forms.NORMS, "batch": forms.BATCHES}
-    written["finalize"] = forms.FINALIZES
+    written |= {"finalize": forms.FINALIZES, "linear": forms.LINEARS}
     assert {(part, form) for part, each in written.items() for form in each} == {
         pair for pair in described if pair[0] != "comb"
     }

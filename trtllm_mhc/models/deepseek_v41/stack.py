@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import tensorrt as trt
@@ -14,7 +14,10 @@ from trtllm_mhc.models.deepseek_v41.weights import AttentionWeights, Elementwise
 from trtllm_mhc.network import functional, ops
 from trtllm_mhc.network.boundaries import Boundaries, Coefficients, CommunicatorSpec, LayerWeights, Step
 
-Sublayers = Literal["matmul", "none"]
+Sublayers = Literal["matmul", "none", "routed"]
+
+#: Routes of a token of the stand-in for a routed MoE.
+TOP_K = 6
 
 
 class BoundaryWeights(Protocol):
@@ -60,6 +63,8 @@ class BoundaryStack:
 
     Attributes:
         input: ``embeddings`` [M, H] bf16.
+        routes: ``routes`` [M, 6] int32, which row of the experts' outputs (row ``6 * m + k`` is token m's, of its route
+            k) each route of a token takes on this rank, -1 for none; only with routed sublayers.
         output: ``hidden_states`` [M, H] bf16, after the final norm.
         streams: the streams after each boundary in order, [M, hc, H] bf16; outputs of the network only on request.
     """
@@ -67,6 +72,7 @@ class BoundaryStack:
     input: trt.ITensor
     output: trt.ITensor
     streams: tuple[trt.ITensor, ...]
+    routes: trt.ITensor | None = None
 
 
 def build_boundary_stack(
@@ -94,7 +100,8 @@ def build_boundary_stack(
         spec: the ranks to sum over.
         rank: index in the group, whose shard of the weights is built in. ``spec.rank`` must agree unless it is -1.
         sublayers: ``"matmul"``: a row-parallel linear (wo_b) for the attention and a gated MLP for the MoE;
-            ``"none"``: a few elementwise layers for each, to time the boundaries alone.
+            ``"none"``: a few elementwise layers for each, to time the boundaries alone; ``"routed"``: as ``"matmul"``,
+            but the MoE's outputs are several rows a token that are finalized before the all-reduce.
         coefficients: ``"native"`` or ``"plugin"``, how the mixes are computed, see `Boundaries`.
         rows: M; -1 leaves it dynamic, for an optimisation profile over ``embeddings``.
         output_streams: also mark the streams after each boundary as outputs ``streams_0``, ``streams_1``, ...
@@ -108,10 +115,11 @@ def build_boundary_stack(
         raise ValueError(f"build_boundary_stack: rank: expected 0 to {spec.tp_size - 1}, got {rank}")
     if spec.rank not in (-1, rank):
         raise ValueError(f"build_boundary_stack: rank: expected {spec.rank} as in the communicator spec, got {rank}")
-    if sublayers not in ("matmul", "none"):
-        raise ValueError(f"build_boundary_stack: sublayers: expected 'matmul' or 'none', got {sublayers!r}")
+    if sublayers not in get_args(Sublayers):
+        raise ValueError(f"build_boundary_stack: sublayers: expected one of {get_args(Sublayers)}, got {sublayers!r}")
 
-    standins = SublayerStandIns(network, weights, rank, spec.tp_size, sublayers)
+    routes = network.add_input("routes", trt.int32, (rows, TOP_K)) if sublayers == "routed" else None
+    standins = SublayerStandIns(network, weights, rank, spec.tp_size, sublayers, routes)
     embeddings = network.add_input("embeddings", trt.bfloat16, (rows, config.hidden_size))
     boundaries = Boundaries(network, spec, coefficients=coefficients)
     output, streams = layer_loop(boundaries, config, weights, embeddings, Step(rows), standins.attention, standins.moe)
@@ -121,7 +129,7 @@ def build_boundary_stack(
         for index, tensor in enumerate(streams):
             tensor.name = f"streams_{index}"
             network.mark_output(tensor)
-    return BoundaryStack(embeddings, output, streams)
+    return BoundaryStack(embeddings, output, streams, routes)
 
 
 def layer_loop(
@@ -217,13 +225,20 @@ class SublayerStandIns:
     """
 
     def __init__(
-        self, network: trt.INetworkDefinition, weights: StackWeights, rank: int, tp_size: int, kind: Sublayers
+        self,
+        network: trt.INetworkDefinition,
+        weights: StackWeights,
+        rank: int,
+        tp_size: int,
+        kind: Sublayers,
+        routes: trt.ITensor | None = None,
     ) -> None:
         self.network = network
         self.weights = weights
         self.rank = rank
         self.tp_size = tp_size
         self.kind = kind
+        self.routes = routes
 
     def attention(self, index: int, x: trt.ITensor) -> trt.ITensor:
         """The attention of layer ``index``."""
@@ -243,11 +258,23 @@ class SublayerStandIns:
         gate = functional.linear(self.network, x, weights.gate)
         gate = ops.mul(self.network, gate, ops.activation(self.network, gate, trt.ActivationType.SIGMOID))
         up = functional.linear(self.network, x, weights.up)
+        if self.routes is not None:
+            return self._routed(index, x, ops.mul(self.network, gate, up), weights.down, self.routes)
         return self.row_parallel(f"layers.{index}.mlp.down", ops.mul(self.network, gate, up), weights.down)
 
     def row_parallel(self, name: str, x: trt.ITensor, weight: ops.Array) -> trt.ITensor:
         """``x`` [M, K] bf16 through the row-parallel linear ``name``, whose shard ``weight`` is [H, K]."""
         return functional.linear(self.network, x, weight)
+
+    def _routed(self, index: int, x: trt.ITensor, hidden: trt.ITensor, down: ops.Array, routes: trt.ITensor) -> Any:
+        """Rows of as many experts as a token has routes, weighted, summed and added to the shared experts' output."""
+        network, features = self.network, hidden.shape[1]
+        gains = np.linspace(0.5, 1.5, TOP_K, dtype=np.float32).astype(down.dtype).reshape(1, TOP_K, 1)
+        each = ops.mul(network, ops.reshape(network, hidden, (0, 1, features)), ops.constant(network, gains))
+        rows = functional.linear(network, ops.reshape(network, each, (-1, features)), down)
+        logits = ops.gather(network, x, np.arange(TOP_K, dtype=np.int32), 1)
+        weights = ops.activation(network, ops.cast(network, logits, trt.float32), trt.ActivationType.SIGMOID)
+        return functional.moe_finalize(network, rows, weights, routes, self._elementwise(2 * index + 1, x))
 
     def _elementwise(self, sublayer: int, x: trt.ITensor) -> trt.ITensor:
         weights = self.weights.elementwise(sublayer, self.rank, self.tp_size)
