@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,21 +82,25 @@ def run(options: Options, json_path: Path | None, console: Console) -> int:
         with steps.step("test engine"):
             no_engines = build.why_no_engines()
     common = {"tp": options.tp, "m": options.rows, **environment(tensorrt.__version__, options.commit)}
+    if no_engines is None:
+        made = _run_engines(options, variants, findings, steps)
+    else:
+        console.print(
+            f"[yellow]No engine was built:[/] {escape(no_engines)}. Both forms are evaluated by the numpy "
+            "interpreter instead, which computes fused boundaries by the reference itself."
+        )
+        made = _run_numpy(options, variants, findings, steps)
+    records: list[dict[str, Any]] = []
     try:
-        if no_engines is None:
-            records = _run_engines(options, variants, findings, steps)
-        else:
-            console.print(
-                f"[yellow]No engine was built:[/] {escape(no_engines)}. Both forms are evaluated by the numpy "
-                "interpreter instead, which computes fused boundaries by the reference itself."
-            )
-            records = _run_numpy(options, variants, findings, steps)
+        for record in made:
+            records.append(record | common)
+            if json_path is not None:  # after each, for all are many engines to build
+                json_path.parent.mkdir(parents=True, exist_ok=True)
+                json_path.write_text(json.dumps(records, indent=2) + "\n")
     except build.EngineError as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return 1
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps([record | common for record in records], indent=2) + "\n")
         console.print(f"record: {escape(str(json_path))}")
     console.print(_table(records, options))
     findings.print_verdict(console)
@@ -105,7 +109,7 @@ def run(options: Options, json_path: Path | None, console: Console) -> int:
 
 def _run_engines(
     options: Options, variants: Sequence[Variant], findings: Findings, steps: Steps
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     from trtllm_mhc.runtime import build
     from trtllm_mhc.runtime.engine import communicators
     from trtllm_mhc.runtime.threads import ThreadGroup
@@ -115,24 +119,21 @@ def _run_engines(
     shared = len(set(group.devices or ())) < options.tp
     where = {"mode": "loopback" if shared else "one GPU per rank", "device": cuda.device_info(0).name}
     rows = build.RowRange(1, options.rows, options.rows)
-    records = []
-    with steps.step("build the engines"):
-        cache = build.TimingCache(options.timing_cache)
-        jobs = [job for variant in variants for job in (variant.unfused(), variant.fused())]
-        plans = build_jobs(jobs, options.tp, rows, cache, steps.say)
+    cache = build.TimingCache(options.timing_cache)
     hidden = variants[0].size.hidden
     with communicators(group, "variants", hidden_size=hidden, capacity=max(options.rows, 64), lanes=2) as comms:
         for variant in variants:
-            names = [variant.unfused().name, variant.fused().name]
+            jobs = [variant.unfused(), variant.fused()]
+            with steps.step(f"{variant.name}: build"):
+                plans = build_jobs(jobs, options.tp, rows, cache, steps.say)
             with (
                 steps.step(f"{variant.name}: run, compare and time"),
-                open_engines(plans, names, comms, group) as (unfused, fused),
+                open_engines(plans, [job.name for job in jobs], comms, group) as (unfused, fused),
             ):
                 outcome = _compare(variant, unfused, fused, options.seed)
                 times = _time(unfused, fused)
             _note(variant, outcome, findings)
-            records.append(_record(variant, outcome, *times) | where)
-    return records
+            yield _record(variant, outcome, *times) | where
 
 
 def _compare(variant: Variant, unfused: EngineGroup, fused: EngineGroup, seed: int) -> Outcome:
@@ -172,10 +173,12 @@ def _time(unfused: EngineGroup, fused: EngineGroup) -> tuple[float, float]:
     return statistics.median(samples[0]), statistics.median(samples[1])
 
 
-def _run_numpy(options: Options, variants: Sequence[Variant], findings: Findings, steps: Steps) -> list[dict[str, Any]]:
+def _run_numpy(
+    options: Options, variants: Sequence[Variant], findings: Findings, steps: Steps
+) -> Iterator[dict[str, Any]]:
     from trtllm_mhc.verification.backends import NetworkMaker
 
-    maker, records = NetworkMaker(), []
+    maker = NetworkMaker()
     for variant in variants:
         with steps.step(f"{variant.name}: evaluate both forms"):
             feeds = variant.feeds(options.seed)
@@ -184,8 +187,7 @@ def _run_numpy(options: Options, variants: Sequence[Variant], findings: Findings
         _note(variant, outcome, findings)
         record = _record(variant, outcome, None, None)
         # Comparing the reference with itself would prove nothing.
-        records.append(record | {"equal": None if outcome.equal else False, "mode": "numpy", "device": None})
-    return records
+        yield record | {"equal": None if outcome.equal else False, "mode": "numpy", "device": None}
 
 
 def _note(variant: Variant, outcome: Outcome, findings: Findings) -> None:
