@@ -2,7 +2,7 @@
 """A process of its own for test_embedded_library.py: an engine that carries the library, beside the library.
 
 embedded_library.py build FILE     builds one boundary with the library in it
-embedded_library.py ORDER FILE     runs it on two ranks; ORDER: "package" is loaded first, or the "engine" is
+embedded_library.py run FILE       runs it on two ranks; the library itself is loaded after the engine
 """
 
 from __future__ import annotations
@@ -56,15 +56,10 @@ def load(path: Path) -> tuple[Any, Any]:
     return runtime, engine
 
 
-def run(order: str, path: Path) -> dict[str, Any]:
+def run(path: Path) -> dict[str, Any]:
     """A runtime for each rank: TensorRT registers a library once a runtime."""
-    loaded = []
-    if order == "package":
-        plugin.load()
-        loaded = [load(path) for _ in range(TP)]
-    else:
-        loaded = [load(path) for _ in range(TP)]
-        plugin.load()
+    loaded = [load(path) for _ in range(TP)]
+    plugin.load()
     with open("/proc/self/maps") as maps:
         copies = {line.split(maxsplit=5)[5].strip() for line in maps if "pluginLibrary" in line or "trtllm_mhc" in line}
     inputs = make_inputs(np.random.default_rng(3), TP, 5, HIDDEN)
@@ -106,7 +101,7 @@ def main() -> None:
     if what == "build":
         build_engine(path)
     else:
-        print(json.dumps(run(what, path)), flush=True)
+        print(json.dumps(run(path)), flush=True)
 
 
 if __name__ == "__main__":

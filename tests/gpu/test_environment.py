@@ -73,8 +73,7 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("place", ["folder", "tcp"])
+@pytest.mark.parametrize(("place", "size"), [("folder", 4), ("tcp", 2)])
 def test_boundaries(tmp_path: Path, place: str, size: int) -> None:
     rendezvous = str(tmp_path / "meeting") if place == "folder" else free_address()
     secret = tmp_path / "secret"
@@ -136,22 +135,38 @@ def test_engine_in_processes_that_make_no_communicator(plan: bytes, tmp_path: Pa
 
 def test_a_rank_left_alone_traps(plan: bytes, tmp_path: Path) -> None:
     """Nobody looks at the error record in such a process, so the device's error must not be overlooked."""
-    ranks = start_engines("trap", plan, make_inputs(np.random.default_rng(5), 2, 6, HIDDEN), tmp_path, 10)
+    ranks = start_engines("trap", plan, make_inputs(np.random.default_rng(5), 2, 6, HIDDEN), tmp_path, 6)
     report = finish(ranks, 90)[0]
     assert report["error"] is not None
     assert report["seconds"] < 20
 
 
-def test_another_secret_is_an_error_on_both(tmp_path: Path) -> None:
-    place = free_address()
-    ranks = [
+@pytest.fixture(scope="module")
+def meetings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Meetings that go wrong, all at the same time: what each rank of them reported."""
+    hasty = {"TRTLLM_MHC_TIMEOUT_MS": "5000"}
+    address, folder = free_address(), tmp_path_factory.mktemp("meetings")
+    secret = [
         start(
-            ["boundaries", "2"],
-            variables_of(rank, 2, place, TRTLLM_MHC_SECRET=f"the secret of rank {rank}", TRTLLM_MHC_TIMEOUT_MS="6000"),
+            ["boundaries", "2"], variables_of(rank, 2, address, TRTLLM_MHC_SECRET=f"the secret of rank {rank}", **hasty)
         )
         for rank in range(2)
     ]
-    reports = finish(ranks)
+    absent = [start(["boundaries", "4"], variables_of(rank, 4, str(folder / "a"), **hasty)) for rank in (0, 1, 3)]
+    zero, killed = [start(["boundaries", "4"], variables_of(rank, 4, str(folder / "b"))) for rank in (0, 1)]
+    reports = {"secret": finish(secret), "absent": finish(absent)}
+    # By now both are at their meeting, where ranks 2 and 3 are missing.
+    killed.send_signal(signal.SIGKILL)
+    others = [start(["boundaries", "4"], variables_of(rank, 4, str(folder / "b"))) for rank in (2, 3)]
+    begin = time.monotonic()
+    reports["killed"] = finish([zero, *others])
+    reports["killed"].append({"seconds": time.monotonic() - begin})
+    killed.wait(10)
+    return reports
+
+
+def test_another_secret_is_an_error_on_both(meetings: dict[str, list[dict[str, Any]]]) -> None:
+    reports = meetings["secret"]
     assert "rank(s) 1 of 2 did not come" in reports[0]["error"]
     assert "did not prove that they know the group's secret" in reports[0]["error"]
     assert reports[1]["error"].startswith("PeerFailedError")
@@ -159,29 +174,16 @@ def test_another_secret_is_an_error_on_both(tmp_path: Path) -> None:
     assert not any("the secret of rank" in report["error"] for report in reports)
 
 
-def test_a_rank_that_is_never_started_is_named(tmp_path: Path) -> None:
-    place = str(tmp_path / "meeting")
-    started = [
-        start(["boundaries", "4"], variables_of(rank, 4, place, TRTLLM_MHC_TIMEOUT_MS="6000")) for rank in (0, 1, 3)
-    ]
-    for report in finish(started):
+def test_a_rank_that_is_never_started_is_named(meetings: dict[str, list[dict[str, Any]]]) -> None:
+    for report in meetings["absent"]:
         assert "rank(s) 2 of 4 did not come" in report["error"]
 
 
-def test_a_rank_that_is_killed_while_the_others_come_is_named(tmp_path: Path) -> None:
-    place = str(tmp_path / "meeting")
-    zero = start(["boundaries", "4"], variables_of(0, 4, place))
-    killed = start(["boundaries", "4"], variables_of(1, 4, place))
-    # Long enough for both to be at the meeting, where ranks 2 and 3 are missing.
-    time.sleep(6)
-    killed.send_signal(signal.SIGKILL)
-    others = [start(["boundaries", "4"], variables_of(rank, 4, place)) for rank in (2, 3)]
-    begin = time.monotonic()
-    reports = finish([zero, *others])
-    assert time.monotonic() - begin < 15  # not the time-out
-    for report in reports:
+def test_a_rank_that_is_killed_while_the_others_come_is_named(meetings: dict[str, list[dict[str, Any]]]) -> None:
+    *ranks, time_taken = meetings["killed"]
+    assert time_taken["seconds"] < 15  # not the time-out
+    for report in ranks:
         assert "rank 1" in report["error"]
-    killed.wait(10)
 
 
 def test_a_process_ends_while_its_peer_is_stopped(tmp_path: Path) -> None:
