@@ -209,8 +209,11 @@ __global__ void __launch_bounds__(kLinearThreads, kRowTiles == 1 ? 2 : 1) publis
     if (publishes && ctaRank == 0 && static_cast<int>(threadIdx.x) < rows) {
         uint32_t sequence;
         int const token = static_cast<int>(threadIdx.x);
-        bool const granted = takeTicket(box, token, chunk.owner, sequence);
-        if (!enterLane(box, token, chunk.owner, chunk.rows) || !granted)
+        bool granted = takeTicket(box, token, chunk.owner, sequence);
+        // Once for a row, by whoever publishes its header.
+        if (!box.headerLast && cluster == token / kCluster)
+            granted = enterLane(box, token, chunk.owner, chunk.rows) && granted;
+        if (!granted)
             sequence = kNotGranted;
         if constexpr (kCluster == 1) {
             sequences[token] = sequence;
