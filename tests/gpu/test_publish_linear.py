@@ -79,6 +79,13 @@ class Layers:
             for activation, weights in zip(self.activations, self.weights, strict=True)
         ]
         self.inputs = replace(make_inputs(rng, tp, rows, hidden), xs=self.outs)
+        self.full = self.inputs.expected()
+
+    def expected(self, rows: int) -> tuple[Array, Array]:
+        """What the boundary of the first `rows` rows gives: rows are independent."""
+        residual_out, layer_input = self.full
+        assert layer_input is not None
+        return residual_out[:rows], layer_input[:rows]
 
     def boundary(self, rows: int) -> Inputs:
         """The boundary of the first `rows` rows."""
@@ -106,7 +113,7 @@ def test_values_and_what_the_peers_get(tp: int, features: int, hidden: int, kind
     """`out` has the reference's bits, and the published boundary those of the plain one on `out`."""
     layers = Layers(tp, tp, kind, features, hidden)
     boundaries = [layers.boundary(rows) for rows in ROWS]
-    expected = [inputs.expected() for inputs in boundaries]
+    expected = [layers.expected(rows) for rows in ROWS]
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         weight, scales = layers.weights[rank].tensors()
@@ -202,7 +209,7 @@ def test_every_way_of_waiting(kind: str, wait_mode: WaitMode) -> None:
     layers = Layers(3, 2, kind, 1024)
     rows = [5, 64, 1]
     boundaries = [layers.boundary(count) for count in rows]
-    expected = [inputs.expected() for inputs in boundaries]
+    expected = [layers.expected(count) for count in rows]
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         weight, scales = layers.weights[rank].tensors()
@@ -233,7 +240,7 @@ def test_capture_and_replay_with_fresh_inputs() -> None:
     sets = [Layers(20 + i, 2, "bf16", 1024, rows=9) for i in range(4)]
     sets = [replace_weights(each, sets[0]) for each in sets]
     boundaries = [each.boundary(9) for each in sets]
-    expected = [inputs.expected() for inputs in boundaries]
+    expected = [each.expected(9) for each in sets]
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         weight, _ = sets[0].weights[rank].tensors()
@@ -273,6 +280,7 @@ def replace_weights(layers: Layers, source: Layers) -> Layers:
         for activation, weights in zip(layers.activations, layers.weights, strict=True)
     ]
     layers.inputs = replace(layers.inputs, xs=layers.outs)
+    layers.full = layers.inputs.expected()
     return layers
 
 
@@ -281,7 +289,7 @@ def test_rows_up_to_the_capacity_are_published_and_more_are_refused(capacity: in
     layers = Layers(7, 2, "bf16", 384, rows=capacity)
     rows = [capacity, 3, capacity - 1]
     boundaries = [layers.boundary(count) for count in rows]
-    expected = [inputs.expected() for inputs in boundaries]
+    expected = [layers.expected(count) for count in rows]
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
         weight, _ = layers.weights[rank].tensors()
@@ -335,7 +343,7 @@ def test_two_producers_of_one_boundary(first: str, wait_mode: WaitMode) -> None:
         group.barrier()
         communicator.publish_linear(activation, weight, out=out, stream=stream)
         call.boundary(communicator, stream, x=None, published=True)
-        call.check(layers.boundary(6).expected(), stream, " after the reset")
+        call.check(layers.expected(6), stream, " after the reset")
 
     with Loopback(2, wait_mode=wait_mode) as group:
         group.run(work)
@@ -386,7 +394,7 @@ def test_self_loop(wait_mode: WaitMode, kind: str) -> None:
     with communicator, Stream() as stream:
         tensors = weights.tensors()
         for rows in (1, 9, 20, 64):
-            inputs = replace(make_inputs(rng, tp, rows, 5120), xs=[out[:rows]] * tp)
+            inputs = replace(make_inputs(rng, tp, rows, 5120), xs=[out[:rows]] * tp).residual_only()
             check_replays(communicator, stream, DeviceArray.from_numpy(whole[:rows]), tensors, inputs)
 
 
@@ -501,8 +509,7 @@ def test_engine_eager_and_captured(engines: Any) -> None:
     assert count_plugins(group.layers) == {"MhcPublishLinear": 1, "MhcBoundary": 1}
 
     def check(outputs: list[dict[str, Array]], rows: int, what: str) -> None:
-        residual_out, layer_input = layers.boundary(rows).expected()
-        assert layer_input is not None
+        residual_out, layer_input = layers.expected(rows)
         for rank, out in enumerate(outputs):
             where = f"{what}, M = {rows}, rank {rank}"
             reference.assert_bits_equal(out["x"], layers.outs[rank][:rows], f"x, {where}")
