@@ -54,9 +54,9 @@ def test_reference_s_bits(engines: Any, name: str, tp: int) -> None:
     from trtllm_mhc.verification.variants import VARIANTS, Size
 
     _, group = engines(name, tp)
-    for rows in (ROWS, 1, 3):
+    for rows in (ROWS, 3):
         variant = VARIANTS[name](Size(tp, rows))
-        sets = [variant.feeds(seed) for seed in range(3)]
+        sets = [variant.feeds(seed) for seed in range(2)]
         for feeds in sets:
             group.prepare(feeds)
             group.poison_outputs()
@@ -64,10 +64,10 @@ def test_reference_s_bits(engines: Any, name: str, tp: int) -> None:
             outcome = variant.compare(feeds, outputs, outputs)
             assert (outcome.equal, outcome.agrees) == (True, True), outcome.details
         group.capture(passes=2)
-        for replay in range(6):
+        for replay in range(3):
             group.poison_outputs()
-            outputs = group.replay(sets[replay % 3])
-            outcome = variant.compare(sets[replay % 3], outputs, outputs)
+            outputs = group.replay(sets[replay % 2])
+            outcome = variant.compare(sets[replay % 2], outputs, outputs)
             assert (outcome.equal, outcome.agrees) == (True, True), outcome.details
 
 

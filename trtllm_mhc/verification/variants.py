@@ -418,16 +418,19 @@ class PublishLinear(Variant):
     def own(self, rng: np.random.Generator, rank: int) -> dict[str, Array]:
         return {"activation": _normal(rng, self.size.rows, self.features())}
 
-    def contributions(self, feeds: Sequence[Tensors], outputs: Sequence[Tensors], outcome: Outcome) -> list[Array]:
-        # The order of the sums is either form's own.
-        weight, result = self.weight, []
-        for rank, (feed, out) in enumerate(zip(feeds, outputs, strict=True)):
-            actual = reference.clear_negative_zero(out["contribution"])
-            near = reference.publish_linear_agrees(actual, feed["activation"], weight)
-            outcome.near(near, f"rank {rank}, contribution")
-            outcome.measure(actual, reference.publish_linear(feed["activation"], weight))
-            result.append(actual)
-        return result
+    def contribution(self, feed: Tensors) -> tuple[Array, Array, int]:
+        activation = feed["activation"].astype(np.float64)
+        total = (activation @ self._wide.T).astype(np.float32)
+        magnitude = np.abs(activation) @ self._magnitudes.T
+        return reference.clear_negative_zero(reference.round_bf16(total)), magnitude, self.features()
+
+    @cached_property
+    def _wide(self) -> Array:
+        return self.weight.astype(np.float64)
+
+    @cached_property
+    def _magnitudes(self) -> Array:
+        return np.abs(self._wide)
 
 
 class PublishLinearE4M3(PublishLinear):
