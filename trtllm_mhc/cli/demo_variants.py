@@ -114,6 +114,7 @@ def _run_engines(
     from trtllm_mhc.runtime.engine import communicators
     from trtllm_mhc.runtime.threads import ThreadGroup
     from trtllm_mhc.verification.backends import build_jobs, open_engines
+    from trtllm_mhc.verification.variants import Outcome
 
     group = ThreadGroup.on_devices(options.tp)
     shared = len(set(group.devices or ())) < options.tp
@@ -124,8 +125,14 @@ def _run_engines(
     with communicators(group, "variants", hidden_size=hidden, capacity=max(options.rows, 64), lanes=2) as comms:
         for variant in variants:
             jobs = [variant.unfused(), variant.fused()]
-            with steps.step(f"{variant.name}: build"):
-                plans = build_jobs(jobs, options.tp, rows, cache, steps.say)
+            try:
+                with steps.step(f"{variant.name}: build"):
+                    plans = build_jobs(jobs, options.tp, rows, cache, steps.say)
+            except (build.EngineError, RuntimeError) as error:  # of this variant; the others may do
+                outcome = Outcome(equal=False, agrees=False, details=[str(error)])
+                _note(variant, outcome, findings)
+                yield _record(variant, outcome, None, None) | where
+                continue
             with (
                 steps.step(f"{variant.name}: run, compare and time"),
                 open_engines(plans, [job.name for job in jobs], comms, group) as (unfused, fused),
