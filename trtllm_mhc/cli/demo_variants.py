@@ -124,44 +124,50 @@ def _run_engines(
     hidden = variants[0].size.hidden
     with communicators(group, "variants", hidden_size=hidden, capacity=max(options.rows, 64), lanes=2) as comms:
         for variant in variants:
-            jobs = [variant.unfused(), variant.fused()]
+            jobs = [variant.fused(), *([variant.unfused()] if variant.unfused_builds else [])]
             try:
                 with steps.step(f"{variant.name}: build"):
                     plans = build_jobs(jobs, options.tp, rows, cache, steps.say)
-            except (build.EngineError, RuntimeError) as error:  # of this variant; the others may do
-                outcome = Outcome(equal=False, agrees=False, details=[str(error)])
-                _note(variant, outcome, findings)
-                yield _record(variant, outcome, None, None) | where
+            except RuntimeError as error:  # of this variant; the others may do
+                findings.require(False, f"{variant.name}: {error}")
+                nothing = {"equal": None, "agrees": None, "error": str(error).splitlines()[0]}
+                yield _record(variant, Outcome(), None, None) | nothing | where
                 continue
             with (
                 steps.step(f"{variant.name}: run, compare and time"),
-                open_engines(plans, [job.name for job in jobs], comms, group) as (unfused, fused),
+                open_engines(plans, [job.name for job in jobs], comms, group) as engines,
             ):
-                outcome = _compare(variant, unfused, fused, options.seed)
-                times = _time(unfused, fused)
+                outcome = _compare(variant, engines, options.seed)
+                times = _time(engines)
             _note(variant, outcome, findings)
-            yield _record(variant, outcome, *times) | where
+            record = _record(variant, outcome, times[1] if len(times) > 1 else None, times[0])
+            yield record | where | ({} if variant.unfused_builds else {"agrees": None})
 
 
-def _compare(variant: Variant, unfused: EngineGroup, fused: EngineGroup, seed: int) -> Outcome:
-    """Eager and in a graph, over a few inputs, the outputs' memory poisoned before each pass."""
+def _compare(variant: Variant, engines: Sequence[EngineGroup], seed: int) -> Outcome:
+    """Eager and in a graph, over a few inputs, the outputs' memory poisoned before each pass.
+
+    Args:
+        variant: whose engines.
+        engines: the fused form, and the unfused one if there is one.
+        seed: of the inputs.
+    """
     sets = [variant.feeds(seed + number) for number in range(_INPUTS)]
     outputs = []
     for number, feeds in enumerate(sets):
-        both = []
-        for engines in (fused, unfused):
-            engines.prepare(feeds)
-            engines.poison_outputs()
-            both.append(engines.run_prepared())
+        forms = []
+        for form in engines:
+            form.prepare(feeds)
+            form.poison_outputs()
+            forms.append(form.run_prepared())
             if number == 0:
-                engines.capture(_PASSES_PER_GRAPH)
-        outputs.append((feeds, *both))
-    for feeds in sets[:1]:
-        both = []
-        for engines in (fused, unfused):
-            engines.poison_outputs()
-            both.append(engines.replay(feeds))
-        outputs.append((feeds, *both))
+                form.capture(_PASSES_PER_GRAPH)
+        outputs.append((feeds, forms[0], forms[-1]))
+    forms = []
+    for form in engines:
+        form.poison_outputs()
+        forms.append(form.replay(sets[0]))
+    outputs.append((sets[0], forms[0], forms[-1]))
     # The comparisons are numpy's, which lets other threads run.
     with ThreadPoolExecutor() as pool:
         outcomes = list(pool.map(lambda each: variant.compare(*each), outputs))
@@ -171,13 +177,13 @@ def _compare(variant: Variant, unfused: EngineGroup, fused: EngineGroup, seed: i
     return whole
 
 
-def _time(unfused: EngineGroup, fused: EngineGroup) -> tuple[float, float]:
+def _time(engines: Sequence[EngineGroup]) -> list[float]:
     """Medians in the order A B B A, so that a drift of the clocks counts for both."""
-    samples: dict[int, list[float]] = {0: [], 1: []}
-    for number in (0, 1, 1, 0):
-        engines = (unfused, fused)[number]
-        samples[number] += engines.time_replays(_REPLAYS, passes=_PASSES_PER_GRAPH).samples_us
-    return statistics.median(samples[0]), statistics.median(samples[1])
+    samples: list[list[float]] = [[] for _ in engines]
+    order = list(range(len(engines)))
+    for number in order + order[::-1]:
+        samples[number] += engines[number].time_replays(_REPLAYS, passes=_PASSES_PER_GRAPH).samples_us
+    return [statistics.median(each) for each in samples]
 
 
 def _run_numpy(
@@ -229,8 +235,10 @@ def _table(records: Sequence[dict[str, Any]], options: Options) -> Table:
         table.add_column(heading, overflow="fold", justify="left" if heading == "variant" else "right")
     for record in records:
         before, after = record["unfused_us"], record["fused_us"]
-        times = ["not measured"] * 3 if before is None else [f"{before:.2f}", f"{after:.2f}", f"{before - after:.2f}"]
+        times = ["not measured" if each is None else f"{each:.2f}" for each in (before, after)]
+        times.append("" if before is None or after is None else f"{before - after:.2f}")
         equal = {True: "yes", False: "NO", None: "no engine"}[record["equal"]]
+        agrees = {True: "yes", False: "NO", None: "no engine"}[record["agrees"]]
         name = record["variant"] + (f" ({record['note']})" if "note" in record else "")
-        table.add_row(name, equal, "yes" if record["agrees"] else "NO", str(record["max_ulp"]), *times)
+        table.add_row(name, equal, agrees, str(record["max_ulp"]), *times)
     return table

@@ -143,10 +143,14 @@ def select_stream(network: trt.INetworkDefinition, streams: trt.ITensor, index: 
 
 
 def mean_streams(network: trt.INetworkDefinition, streams: trt.ITensor) -> trt.ITensor:
-    """The mean of ``streams`` [M, hc, H] bf16 over the streams, taken in float32: [M, H] bf16."""
+    """The mean of ``streams`` [M, hc, H] bf16 over the streams, added in float32 in their order: [M, H] bf16."""
     ops.check(streams, "mean_streams: streams", trt.bfloat16, (None, None, None))
-    wide = cast(network, streams, trt.float32)
-    return cast(network, ops.reduce(network, wide, trt.ReduceOperation.AVG, 1, keep=False), trt.bfloat16)
+    hc = streams.shape[1]
+    # Not by a reduction: TensorRT 10.6 fails to compile one beside the collapse of the same streams.
+    total = cast(network, select_stream(network, streams, 0), trt.float32)
+    for i in range(1, hc):
+        total = ops.add(network, total, cast(network, select_stream(network, streams, i), trt.float32))
+    return cast(network, ops.mul(network, total, constant(network, np.full((1, 1), 1 / hc, np.float32))), trt.bfloat16)
 
 
 def mhc_post(

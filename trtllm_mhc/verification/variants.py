@@ -101,6 +101,8 @@ class Variant:
     name = "plain"
     #: What is not the same about the two forms; empty if nothing.
     note = ""
+    #: Whether TensorRT gets through building the unfused form.
+    unfused_builds = True
     collapse = True
     options = FuseOptions()
 
@@ -344,6 +346,8 @@ class CoefficientsBehind(Variant):
     """The mixes of the next sublayer as well: by some hundred layers of TensorRT's own, or by one of this project's."""
 
     name = "coefficients"
+    note = "TensorRT does not get through compiling the unfused form"
+    unfused_builds = False
     options = FuseOptions(coefficients=True)
     mixes: ClassVar[dict[str, Any]] = {
         "rms_norm_eps": 1e-20,

@@ -99,3 +99,46 @@ def test_in_the_command_line(no_gpu: None, trt: Any, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--variant", "residual_only", "--rows", "1", "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert [record["variant"] for record in json.loads(path.read_text())] == ["residual_only"]
+
+
+class Interpreted:
+    """What `EngineGroup` offers, with the interpreter in its place."""
+
+    def __init__(self, runner: Any, us: float) -> None:
+        self.runner, self.us = runner, us
+        self.poisoned = self.captured = 0
+
+    def prepare(self, feeds: Any) -> None:
+        self.feeds = feeds
+
+    def poison_outputs(self) -> None:
+        self.poisoned += 1
+
+    def run_prepared(self) -> Any:
+        return self.runner.run(self.feeds)
+
+    def capture(self, passes: int) -> None:
+        self.captured += 1
+
+    def replay(self, feeds: Any) -> Any:
+        return self.runner.run(feeds)
+
+    def time_replays(self, replays: int, passes: int) -> Any:
+        from trtllm_mhc.runtime.engine import Timing
+
+        return Timing(self.us, (self.us,) * replays, passes)
+
+
+@pytest.mark.parametrize("name", ["residual_only", "coefficients"])
+def test_comparison_and_times_of_engines(trt: Any, builder: Any, name: str) -> None:
+    """Both forms; or the fused one alone, where TensorRT builds no other."""
+    from trtllm_mhc.verification.backends import NetworkMaker
+    from trtllm_mhc.verification.variants import VARIANTS, Size
+
+    maker, variant = NetworkMaker(), VARIANTS[name](Size(2, rows=1))
+    jobs = [variant.fused(), variant.unfused()][: 2 if variant.unfused_builds else 1]
+    engines: list[Any] = [Interpreted(maker.runner(job, 2), us) for job, us in zip(jobs, (3.0, 7.0), strict=False)]
+    outcome = demo_variants._compare(variant, engines, 0)
+    assert (outcome.equal, outcome.agrees) == (True, True)
+    assert [(each.poisoned, each.captured) for each in engines] == [(4, 1)] * len(jobs)
+    assert demo_variants._time(engines) == [3.0, 7.0][: len(jobs)]
