@@ -59,6 +59,9 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self.at_us = stream.now_us
 
+    def synchronize(self, timeout_s: float) -> None:
+        pass
+
     def elapsed_ms(self, since: FakeEvent) -> float:
         return (self.at_us - since.at_us) / 1000
 
