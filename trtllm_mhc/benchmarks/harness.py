@@ -2,10 +2,10 @@
 """How something is timed: ours and a peer's side by side, in CUDA graphs.
 
 A graph holds a number of calls one after another, which is what a decode step looks like to them. Replays are queued,
-so the device does not wait for the host (except where ranks share one); each begins at an all-reduce on the device that lines the ranks up. A sample
-is the slowest rank's time divided by the calls, a result the median of the samples. Cases of one operation and M are
-measured in the order A B C C B A, so that a drift of the clocks counts for all of them; the two halves of a case's
-samples are the run of A against A that says what noise is.
+so that the device does not wait for the host, except where ranks share one; each begins at an all-reduce on the device
+that lines the ranks up. A sample is the slowest rank's time divided by the calls, a result the median of the samples.
+Cases of one operation and M are measured in the order A B C C B A, so that a drift of the clocks counts for all of
+them; the two halves of a case's samples are the run of A against A that says what noise is.
 
 Warm: nothing happens between calls, and the L2 cache holds what fits into it. Cold: before each call twice the cache's
 size is overwritten, and the time of that alone is subtracted; what is left includes the launch, which warm calls

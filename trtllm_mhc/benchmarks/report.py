@@ -10,13 +10,19 @@ from typing import Any
 from rich.table import Table
 
 from trtllm_mhc.benchmarks.records import Row, newest, place_of, ratio
-from trtllm_mhc.benchmarks.suite import OURS
+from trtllm_mhc.benchmarks.suite import OPS, OURS
 
 BEGIN, END = "<!-- benchmark table: begin -->", "<!-- benchmark table: end -->"
 
 
 def _places(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
-    return list(dict.fromkeys(place_of(row) for row in rows))
+    """By operation, then group size; where these are the same, as they come."""
+
+    def order(place: tuple[Any, ...]) -> tuple[int, int]:
+        op, tp = place[:2]
+        return (OPS.index(op) if op in OPS else len(OPS)), tp
+
+    return sorted(dict.fromkeys(place_of(row) for row in rows), key=order)
 
 
 def _title(place: tuple[Any, ...]) -> str:
@@ -79,7 +85,9 @@ def markdown(rows: Sequence[Row]) -> str:
                 row = cells.get((name, m))
                 times = None if name.startswith(OURS) else ratio(warm, place, name, m)
                 texts.append("" if row is None else f"{row['us']:.2f}" + (f" ({times:.2f})" if times else ""))
-            lines.append(f"| {_title(place).replace(', warm', '')}: `{name}` | " + " | ".join(texts) + " |")
+            count = next((r["boundaries"] for r in cells.values() if "boundaries" in r), None)
+            title = _title(place).replace(", warm", "") + (f", {count} boundaries" if count else "")
+            lines.append(f"| {title}: `{name}` | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 

@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from trtllm_mhc.benchmarks import records
+from trtllm_mhc.benchmarks import gates, records, report
 from trtllm_mhc.cli.app import app
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks/results/peers_h200.jsonl"
+GATES = ROOT / "benchmarks/gates.jsonl"
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
@@ -69,3 +73,13 @@ def test_options_are_checked(arguments: tuple[str, ...], message: str) -> None:
     code, output = run(*arguments)
     assert code != 0
     assert message in " ".join(output.split())
+
+
+def test_recorded_gates_hold_in_the_recorded_rows() -> None:
+    verdicts = gates.judge(gates.read(GATES), records.read(RESULTS))
+    assert [str(verdict) for verdict in verdicts if not verdict.holds] == []
+
+
+def test_readme_shows_the_recorded_rows() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert report.with_table(text, records.read(RESULTS)) == text
