@@ -37,9 +37,10 @@ def test_operations_of_a_place() -> None:
 
 
 def test_cases_that_are_compared_follow_each_other() -> None:
-    planned = suite.plan(Place(2, "loopback"), ["boundary"], [1, 8], peers=None, against=[])
+    planned = suite.plan(Place(2, "loopback"), ["boundary"], [1, 8, 64], peers=None, against=[])
     names = [(case.rows, case.implementation) for case in planned.cases]
-    assert names == [(m, name) for m in (1, 8) for name in ("trtllm_mhc", "trtllm_mhc_spin")]
+    both = [(m, name) for m in (1, 8) for name in ("trtllm_mhc", "trtllm_mhc_spin")]
+    assert names == [*both, (64, "trtllm_mhc")]  # spinning with 64 rows leaves the peer no room
 
 
 def test_what_is_missing_has_a_reason() -> None:
