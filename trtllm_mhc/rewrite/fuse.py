@@ -33,7 +33,9 @@ def fuse_boundaries(network: Any, options: FuseOptions | None = None) -> Report:
     A boundary is an all-reduce of a sublayer's partial output (``MhcAllReduce``, TensorRT's ``DIST_COLLECTIVE`` or
     TensorRT-LLM's ``AllReduce`` plugin) whose result is mixed into residual streams (mHC post), and usually the
     collapse of the streams with carried weights and the RMSNorm after it (delayed mHC pre). They are recognised by
-    what they compute, whatever layers they are written with and whatever these are called.
+    what they compute, whatever layers they are written with and whatever these are called. The end of a MoE before the
+    all-reduce becomes part of its boundary; linear layers publish, and coefficients are replaced, where the options ask
+    for them.
 
     All replacements are checked before the first is made. A boundary that is refused stays as it is. The replaced
     layers stay in the definition, where nothing uses them, and TensorRT drops them when it builds. Tensors of the same
