@@ -49,8 +49,16 @@ __device__ __forceinline__ uint32_t sharedAddress(void const* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void copyAsync16(uint32_t to, void const* from) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// Weights are read once: what else is in the L2 cache should outlive them.
+__device__ __forceinline__ uint64_t evictFirst() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void copyAsync16(uint32_t to, void const* from, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+                 : "memory");
 }
 
 __device__ __forceinline__ void copyAsync4(uint32_t to, void const* from) {
@@ -174,6 +182,7 @@ __global__ void __launch_bounds__(kLinearThreads, kRowTiles == 1 ? 2 : 1) publis
     size_t const rowBytes = static_cast<size_t>(blocks) * kBlockBytes;
     uint8_t const* const weightAt = reinterpret_cast<uint8_t const*>(input.weight) + (column + lane / 8) * rowBytes +
                                     slice * kBlockBytes + lane % 8 * 16;
+    uint64_t const policy = evictFirst();
     auto const request = [&](int step) {
         if (step < steps) {
             uint8_t const* from = weightAt + static_cast<size_t>(step) * kSlices * kBlockBytes;
@@ -183,7 +192,7 @@ __global__ void __launch_bounds__(kLinearThreads, kRowTiles == 1 ? 2 : 1) publis
                 int const row = 4 * i + lane / 8;
                 copyAsync16(
                     slot + static_cast<uint32_t>(row * kBlockBytes + ((lane % 8) ^ (row & 7)) * 16),
-                    from + 4 * i * rowBytes);
+                    from + 4 * i * rowBytes, policy);
             }
             if constexpr (kE4m3) {
                 if (lane < Shape::kColumnTiles) {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,8 +88,8 @@ class _Boundary:
         )
 
 
-def measure(rows: Sequence[int], features: Sequence[int] = FEATURES, tp_size: int = 2) -> list[Result]:
-    """Measures both kinds of weights for every M and K.
+def measure(rows: Sequence[int], features: Sequence[int] = FEATURES, tp_size: int = 2) -> Iterator[Result]:
+    """Measures both kinds of weights for every M and K, and gives each result as it comes.
 
     Args:
         rows: values of M, at most 64.
@@ -104,7 +104,6 @@ def measure(rows: Sequence[int], features: Sequence[int] = FEATURES, tp_size: in
     except ImportError:
         raise RuntimeError("this benchmark compares with cuBLAS through torch, which is not installed") from None
     torch.cuda.init()
-    results = []
     with (
         Communicator.self_loop(
             tp_size=tp_size, device=0, hidden_size=HIDDEN, wait_mode="split", timeout_s=TIMEOUT_S
@@ -116,12 +115,11 @@ def measure(rows: Sequence[int], features: Sequence[int] = FEATURES, tp_size: in
             for kind in ("bf16", "e4m3"):
                 weights = _device_weights(kind, k)
                 for m in rows:
-                    results.append(_case(torch, communicator, stream, m, k, kind, weights, cublas_weights))
+                    yield _case(torch, communicator, stream, m, k, kind, weights, cublas_weights)
+                    if (record := communicator.status()) is not None:
+                        raise RuntimeError(f"a measurement failed: {record}")
                 weights.clear()
             cublas_weights.clear()
-        if (record := communicator.status()) is not None:
-            raise RuntimeError(f"a measurement failed: {record}")
-    return results
 
 
 def _case(
@@ -215,7 +213,8 @@ def _bf16(rng: np.random.Generator, *shape: int) -> Any:
 
 def _device_weights(kind: Weights, features: int) -> list[tuple[DeviceArray, DeviceArray | None]]:
     rng = np.random.default_rng(features)
-    values = rng.standard_normal((HIDDEN, features), np.float32)
+    repeats = 8
+    values = np.tile(rng.standard_normal((HIDDEN // repeats, features), np.float32), (repeats, 1))
     scaled = kind == "e4m3"
     weight = values.astype(ml_dtypes.float8_e4m3fn if scaled else ml_dtypes.bfloat16)
     scales = rng.integers(118, 124, (HIDDEN // 32, features // 32), np.uint8) if scaled else None

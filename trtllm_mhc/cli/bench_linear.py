@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,46 +29,49 @@ def run(
     console: Console,
 ) -> int:
     """Measures and prints; returns the exit code."""
-    try:
-        if tp not in (2, 4, 8):
-            raise ValueError(f"--tp: expected 2, 4 or 8, got {tp}")
-        if bad := [m for m in rows if not 1 <= m <= MAXIMUM_ROWS]:
-            raise ValueError(f"--rows: expected 1 to {MAXIMUM_ROWS}, got {bad}")
-        if bad := [k for k in features if k < 128 or k > 16384 or k % 128]:
-            raise ValueError(f"--features: expected multiples of 128 up to 16384, got {bad}")
-        if cuda.device_count() == 0:
-            raise RuntimeError("this needs a GPU, and this machine has none")
-        results = publish_linear.measure(rows, features, tp)
-    except (ValueError, RuntimeError) as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    where = records.environment(commit) | {"tensorrt": _tensorrt_version()}
-    lines = [
-        {
-            "m": result.rows,
-            "k": result.features,
-            "weights": result.weights,
-            "publish_gemm_us": round(result.publish_gemm_us, 3),
-            "cublas_us": round(result.cublas_us, 3),
-            "linear_us": round(result.linear_us, 3),
-            "cublas_gemm_us": round(result.cublas_gemm_us, 3),
-            "bandwidth_fraction": round(result.bandwidth_fraction, 4),
-            "tp": tp,
-            "mode": "self_loop",
-            "cache": "weights from memory",
-            **where,
-        }
-        for result in results
-    ]
-    if json_path is not None:
-        records.append(json_path, lines)
     table = Table(title=f"us per call, tp {tp}, one rank that plays all, weights from memory")
     for name in _COLUMNS:
         table.add_column(name, justify="right")
-    for line in lines:
-        table.add_row(*(str(line[name]) for name in _COLUMNS))
+    try:
+        _check(tp, rows, features)
+        where = records.environment(commit) | {"tensorrt": _tensorrt_version()}
+        for result in publish_linear.measure(rows, features, tp):
+            line = _line(result, tp) | where
+            if json_path is not None:
+                records.append(json_path, [line])
+            table.add_row(*(str(line[name]) for name in _COLUMNS))
+    except (ValueError, RuntimeError) as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return 1
     console.print(table)
     return 0
+
+
+def _check(tp: int, rows: Sequence[int], features: Sequence[int]) -> None:
+    if tp not in (2, 4, 8):
+        raise ValueError(f"--tp: expected 2, 4 or 8, got {tp}")
+    if bad := [m for m in rows if not 1 <= m <= MAXIMUM_ROWS]:
+        raise ValueError(f"--rows: expected 1 to {MAXIMUM_ROWS}, got {bad}")
+    if bad := [k for k in features if k < 128 or k > 16384 or k % 128]:
+        raise ValueError(f"--features: expected multiples of 128 up to 16384, got {bad}")
+    if cuda.device_count() == 0:
+        raise RuntimeError("this needs a GPU, and this machine has none")
+
+
+def _line(result: publish_linear.Result, tp: int) -> dict[str, Any]:
+    return {
+        "m": result.rows,
+        "k": result.features,
+        "weights": result.weights,
+        "publish_gemm_us": round(result.publish_gemm_us, 3),
+        "cublas_us": round(result.cublas_us, 3),
+        "linear_us": round(result.linear_us, 3),
+        "cublas_gemm_us": round(result.cublas_gemm_us, 3),
+        "bandwidth_fraction": round(result.bandwidth_fraction, 4),
+        "tp": tp,
+        "mode": "self_loop",
+        "cache": "weights from memory",
+    }
 
 
 def _tensorrt_version() -> str | None:
