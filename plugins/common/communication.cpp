@@ -126,8 +126,7 @@ void ContextIdentity::learn(ContextIdentity const& attached) {
 CommunicatorBinding::~CommunicatorBinding() {
     if (context_.origin != 0) {
         LaneUsers::instance().leave(comm_, context_);
-    }
-    if (comm_ != nullptr) {
+    } else if (comm_ != nullptr) {
         mhcCommRelease(comm_);
     }
 }
@@ -172,21 +171,19 @@ void CommunicatorBinding::bindFromEnvironment(
             std::string("making a communicator from the environment, since this process has made none: ") +
             mhcStatusName(status) + ": " + mhcLastError() + " (docs/ranks.md)");
     }
+    info_.struct_size = sizeof(info_);
+    checkStatus("mhcCommGetInfo", mhcCommGetInfo(comm, &info_));
     if (!LaneUsers::instance().enter(comm, context)) {
         throw PluginError(
-            "the communicator that was made from the environment has one lane, which another execution context of this "
-            "process uses. Use one context at a time, or make the communicator before the contexts, with a lane for "
-            "each: "
-            "Communicator.from_environment(lanes=2, ...), and `with communicator.bound(lane=k):` around the creation "
-            "of "
-            "context k, alike on all ranks");
+            "the communicator that was made from the environment has one lane, which another execution context of "
+            "this process uses. Use one context at a time, or make the communicator before the contexts, with a lane "
+            "for each: Communicator.from_environment(lanes=2, ...), and `with communicator.bound(lane=k):` around the "
+            "creation of context k, alike on all ranks");
     }
+    // Not counted: it stays until the process ends.
     context_ = context;
     comm_ = comm;
     lane_ = 0;
-    info_.struct_size = sizeof(info_);
-    checkStatus("mhcCommGetInfo", mhcCommGetInfo(comm, &info_));
-    checkStatus("mhcCommRetain", mhcCommRetain(comm));
 }
 
 void CommunicatorBinding::require(GroupAttributes const& attributes, int64_t hidden) const {
