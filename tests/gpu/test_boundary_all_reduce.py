@@ -95,7 +95,8 @@ def synchronised(group: Loopback) -> None:
 @pytest.mark.parametrize(("tp", "wait_mode"), [(2, "auto"), (4, "auto"), (2, "spin")])
 def test_calls_equal_the_reference(tp: int, wait_mode: str) -> None:
     rng = np.random.default_rng(tp)
-    calls = [make_inputs(rng, tp, rows, 5120) for rows in (1, 5, 64, 90)]
+    # Where ranks share a GPU and every CTA waits, those of larger calls leave the peers no room.
+    calls = [make_inputs(rng, tp, rows, 5120) for rows in ((1, 5, 16) if wait_mode == "spin" else (1, 5, 64, 90))]
     calls += [calls[1].residual_only()]
     expected = [inputs.expected() for inputs in calls]
     quantized = [None if want[1] is None else reference.quantize(want[1]) for want in expected]

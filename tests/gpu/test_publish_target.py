@@ -21,7 +21,8 @@ from trtllm_mhc.runtime.library import ErrorKind, InvalidArgumentError
 def test_a_producer_of_ones_own(tp: int, wait_mode: str, takes_ticket: bool) -> None:
     """Eager and captured, between boundaries that publish for themselves."""
     rng = np.random.default_rng(tp)
-    calls = [make_inputs(rng, tp, rows, 5120) for rows in (1, 6, 64)]
+    # Where ranks share a GPU and every CTA waits, those of larger calls leave the peers no room.
+    calls = [make_inputs(rng, tp, rows, 5120) for rows in (1, 6, 16 if wait_mode == "spin" else 64)]
     expected = [inputs.expected() for inputs in calls]
 
     def work(rank: int, communicator: Communicator, stream: Stream) -> None:
