@@ -146,7 +146,7 @@ def mean_streams(network: trt.INetworkDefinition, streams: trt.ITensor) -> trt.I
     """The mean of ``streams`` [M, hc, H] bf16 over the streams, added in float32 in their order: [M, H] bf16."""
     ops.check(streams, "mean_streams: streams", trt.bfloat16, (None, None, None))
     hc = streams.shape[1]
-    # Not by a reduction: TensorRT 10.6 fails to compile one beside the collapse of the same streams.
+    # Not by a reduction: a network with one beside the collapse did not compile on TensorRT 10.6 (an internal error).
     total = cast(network, select_stream(network, streams, 0), trt.float32)
     for i in range(1, hc):
         total = ops.add(network, total, cast(network, select_stream(network, streams, i), trt.float32))
