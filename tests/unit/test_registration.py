@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -193,8 +194,18 @@ def test_backend_alone_has_no_creators(host: Path, backend: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "creators missing\n")
 
 
+# What TensorRT 10.15 sometimes (in 1 of 25 runs of 500 loads) writes of its own accord when two threads are in its registry
+# at once; no creator is lost by it. Why is not known.
+TENSORRT_RACE = re.compile(
+    r"Unexpected Internal Error: \[(caskWtsTransformers\.cpp::onlyUsedInParser|checkMacros\.cpp::catchCudaError)::.*\n"
+)
+
+
 def test_loading_and_registering_from_two_threads(host: Path, libnvinfer: Path, library: Path) -> None:
-    assert run([host, "threads", library, libnvinfer, "500"]) == "refused 0 of 500\ncreators found\n"
+    command = [os.fspath(part) for part in (host, "threads", library, libnvinfer, "500")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = (done.returncode, done.stdout, TENSORRT_RACE.sub("", done.stderr))
+    assert found == (0, "refused 0 of 500\ncreators found\n", "")
 
 
 def test_nobody_registers_while_a_load_is_under_way(host: Path, libnvinfer: Path, library: Path) -> None:
