@@ -194,8 +194,8 @@ def test_backend_alone_has_no_creators(host: Path, backend: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "creators missing\n")
 
 
-# What TensorRT 10.15 sometimes (in 1 of 25 runs of 500 loads) writes of its own accord when two threads are in its registry
-# at once; no creator is lost by it. Why is not known.
+# What TensorRT 10.15 sometimes (in 1 of 25 runs of 500 loads) writes of its own accord when two threads are in its
+# registry at once; no creator is lost by it. Why is not known.
 TENSORRT_RACE = re.compile(
     r"Unexpected Internal Error: \[(caskWtsTransformers\.cpp::onlyUsedInParser|checkMacros\.cpp::catchCudaError)::.*\n"
 )
