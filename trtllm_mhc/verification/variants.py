@@ -451,7 +451,8 @@ class PublishLinearE4M3(PublishLinear):
         # A power of two for each block, as a checkpoint's scales are.
         power = np.ceil(np.log2(np.abs(blocks).max(axis=(1, 3), keepdims=True) / 448)).astype(np.int32)
         small = np.ldexp(blocks, -power).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        return np.ldexp(small, power).reshape(hidden, features).astype(BFLOAT16)
+        rounded: Array = np.ldexp(small, power).reshape(hidden, features).astype(BFLOAT16)
+        return rounded
 
 
 class Published(PublishLinear):
