@@ -25,11 +25,15 @@ KernelTable const& allKernels() {
 // multiprocessor has work anyhow, and fewer, larger CTAs spread more evenly (docs/performance.md).
 constexpr int kFewRows = 32;
 
+bool fits(KernelEntry const& entry, int hidden) {
+    return entry.ctas == 0 || entry.ctas * entry.ctaThreads * kFragment == hidden;
+}
+
 KernelEntry const* find(BoundaryShape const& shape, int rows) {
     for (KernelEntry const& entry : allKernels()) {
-        bool const fits = entry.ctas == 0 || entry.ctas * entry.ctaThreads * kFragment == shape.hidden;
         bool const wanted = entry.ctas == 0 || (entry.ctas == kManyRowsCtas) == (rows > kFewRows);
-        if (entry.source == shape.source && entry.tp == shape.tp && entry.consumer == shape.consumer && fits && wanted)
+        if (entry.source == shape.source && entry.tp == shape.tp && entry.consumer == shape.consumer &&
+            fits(entry, shape.hidden) && wanted)
             return &entry;
     }
     return nullptr;
@@ -65,8 +69,7 @@ cudaError_t launchBoundary(
 cudaError_t residentExchangeRows(int hidden, int tp, int& rows) {
     rows = 1 << 30;
     for (KernelEntry const& entry : allKernels()) {
-        bool const fits = entry.ctas == 0 || entry.ctas * entry.ctaThreads * kFragment == hidden;
-        if (entry.source != Source::kExchange || entry.tp != tp || !fits)
+        if (entry.source != Source::kExchange || entry.tp != tp || !fits(entry, hidden))
             continue;
         auto const size = static_cast<unsigned>(ctasOf(entry, hidden));
         cudaLaunchAttribute attribute;

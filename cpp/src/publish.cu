@@ -31,7 +31,7 @@ __device__ __forceinline__ void publishRows(Mailbox const& box, Chunk const& chu
     __syncthreads();
     bool const mine = granted && entered;
     if (mine)
-        storeFragment<true>(box, sequenceShared, token, fragment, v);
+        storeFragment(box, sequenceShared, token, fragment, v);
     if (box.headerLast) {
         __threadfence_system();
         ptx::clusterArrive();
@@ -39,11 +39,7 @@ __device__ __forceinline__ void publishRows(Mailbox const& box, Chunk const& chu
     }
     if (!mine || blockIdx.x != 0)
         return;
-    publishHeader<true>(box, token, headerOf(box, sequenceShared, chunk.totalRows, chunk.operation));
-    if (threadIdx.x == 0) {
-        box.rows[token].operation = chunk.operation;
-        box.rows[token].rows = static_cast<uint32_t>(chunk.totalRows);
-    }
+    announceRow(box, token, sequenceShared, chunk.totalRows, chunk.operation);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -79,11 +75,7 @@ __global__ void __launch_bounds__(32)
     if (!granted)
         return;
     __threadfence_system();  // the producer's rows before their header
-    publishHeader<true>(box, token, headerOf(box, sequence, chunk.totalRows, chunk.operation));
-    if (threadIdx.x == 0) {
-        box.rows[token].operation = chunk.operation;
-        box.rows[token].rows = static_cast<uint32_t>(chunk.totalRows);
-    }
+    announceRow(box, token, sequence, chunk.totalRows, chunk.operation);
 }
 
 // Waits for all headers so that the consumer, launched after it, finds everything in place. Where ranks share a device

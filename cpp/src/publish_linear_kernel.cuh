@@ -376,16 +376,12 @@ __global__ void __launch_bounds__(kLinearThreads, kRowTiles == 1 ? 2 : 1) publis
         uint4 const v = clearNegativeZero(uint4{words[0], words[1], words[2], words[3]});
         input.out[static_cast<size_t>(firstRow + token) * rowFragments + firstFragment + fragment] = v;
         if (publishes && sequences[token] != kNotGranted)
-            storeFragment<true>(box, sequences[token], token, firstFragment + fragment, v);
+            storeFragment(box, sequences[token], token, firstFragment + fragment, v);
     }
     // One CTA for each row tells of it; where headers come last, a kernel of their own follows.
     int const token = static_cast<int>(blockIdx.x);
     if (publishes && !box.headerLast && token < rows && sequences[token] != kNotGranted) {
-        publishHeader<true>(box, token, headerOf(box, sequences[token], chunk.totalRows, chunk.operation));
-        if (threadIdx.x == 0) {
-            box.rows[token].operation = chunk.operation;
-            box.rows[token].rows = static_cast<uint32_t>(chunk.totalRows);
-        }
+        announceRow(box, token, sequences[token], chunk.totalRows, chunk.operation);
     }
     if constexpr (kCluster > 1) {
         // Others may still read this CTA's shared memory.

@@ -11,7 +11,6 @@ import datetime
 import importlib.util
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     folder = os.environ.get("TRTLLM_MHC_RESULTS")
     if not folder or not _outcomes:
         return
+    from trtllm_mhc.cli.findings import environment
     from trtllm_mhc.runtime import cuda
 
     device = cuda.device_info(0).name
@@ -40,9 +40,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device,
         "devices": cuda.device_count(),
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "tensorrt": _tensorrt_version(),
-        "commit": os.environ.get("GIT_COMMIT") or _first_line("git", "rev-parse", "HEAD"),
+        **environment(_tensorrt_version(), os.environ.get("GIT_COMMIT")),
         "files": {file: dict(outcomes) for file, outcomes in sorted(_outcomes.items())},
         "failures": _failures,
     }
@@ -57,11 +55,3 @@ def _tensorrt_version() -> str | None:
     import tensorrt
 
     return str(tensorrt.__version__)
-
-
-def _first_line(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import queue
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from tests.gpu.loopback import Loopback
 from tests.stress.plan import Plan, make_plan
 from tests.stress.pool import DevicePool, Pool, make_pool
 from tests.stress.rank import Rank, RankResult
+from trtllm_mhc.cli.findings import environment
 from trtllm_mhc.runtime import cuda
 from trtllm_mhc.runtime.communicator import Communicator, WaitMode
 from trtllm_mhc.runtime.cuda import Stream
@@ -178,11 +178,12 @@ def run_all(
     """
     seed = random.randrange(2**31) if seed is None else seed
     print(f"seed {seed}", flush=True)
-    environment = {
+    versions = environment(None, os.environ.get("GIT_COMMIT"))
+    where = {
         "device": cuda.device_info(0).name,
         "devices": cuda.device_count(),
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": os.environ.get("GIT_COMMIT") or _first_line("git", "rev-parse", "HEAD"),
+        "driver": versions["driver"],
+        "commit": versions["commit"],
         "seed": seed,
         "hidden_size": HIDDEN,
         "capacity": CAPACITY,
@@ -190,7 +191,7 @@ def run_all(
     runs: list[dict[str, Any]] = []
 
     def add(run: dict[str, Any]) -> None:
-        runs.append({"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **environment, **run})
+        runs.append({"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **where, **run})
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             old = json.loads(output.read_text())["runs"] if output.exists() else []
@@ -216,11 +217,3 @@ def _merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> dict[str, A
     runs = sorted([run for run in old if kind(run) not in replaced] + new, key=kind)
     totals = {key: round(sum(run[key] for run in runs), 2) for key in ("boundaries", "seconds", "mismatches", "hangs")}
     return {**totals, "ranks": sorted({run["ranks"] for run in runs}), "runs": runs}
-
-
-def _first_line(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

@@ -63,8 +63,8 @@ class Findings:
             console.print("[green]Every comparison holds.[/]")
 
 
-def environment(tensorrt_version: str, commit: str | None = None) -> dict[str, Any]:
-    """Versions, for the record; `commit` wins over git's."""
+def environment(tensorrt_version: str | None, commit: str | None = None) -> dict[str, Any]:
+    """Versions, for the record; `commit` wins over git's. No TensorRT: None."""
     return {
         "driver": _driver(),
         "tensorrt": tensorrt_version,

@@ -106,13 +106,11 @@ __device__ __forceinline__ bool enterLane(Mailbox const& box, int token, uint32_
 }
 
 // Stores one fragment at every rank, the neighbours first, so that the ranks do not all write to rank 0 at once; the
-// last is this rank itself, which a kernel that keeps its own fragment leaves out.
-template <bool kToSelf>
+// last is this rank itself.
 __device__ __forceinline__ void storeFragment(Mailbox const& box, uint32_t sequence, int token, int fragment, uint4 v) {
     size_t const offset = slotOffset(box, generationOf(sequence), box.rank, token, fragment);
-    int const stores = kToSelf ? box.tpSize : box.tpSize - 1;
     int peer = box.rank;
-    for (int i = 0; i < stores; ++i) {
+    for (int i = 0; i < box.tpSize; ++i) {
         peer = peer + 1 == box.tpSize ? 0 : peer + 1;
         ptx::storeRelaxedSystem(box.slots[peer] + offset, v);
     }
@@ -134,6 +132,17 @@ __device__ __forceinline__ void publishHeader(Mailbox const& box, int token, uin
     if (peer < box.tpSize && (kToSelf || peer != box.rank)) {
         size_t const at = headerOffset(box, generationOf(header.x), box.rank, token);
         ptx::storeRelaxedSystem(box.headers[peer] + at, header);
+    }
+}
+
+// Tells of a row that is stored, for a consumer that is a kernel of its own: its header goes to every rank, a note to
+// that consumer. Called by threads 0 .. tp-1 of one CTA of the row.
+__device__ __forceinline__ void announceRow(
+    Mailbox const& box, int token, uint32_t sequence, int rows, uint32_t operation) {
+    publishHeader<true>(box, token, headerOf(box, sequence, rows, operation));
+    if (threadIdx.x == 0) {
+        box.rows[token].operation = operation;
+        box.rows[token].rows = static_cast<uint32_t>(rows);
     }
 }
 

@@ -63,12 +63,6 @@ __device__ __forceinline__ uint64_t globalTimer() {
     return t;
 }
 
-__device__ __forceinline__ uint32_t clusterRank() {
-    uint32_t r;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-
 // Makes the compiler work the pointer out here and not where it is used.
 template <typename T>
 __device__ __forceinline__ T* pinned(T* pointer) {

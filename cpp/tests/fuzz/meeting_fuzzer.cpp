@@ -8,7 +8,6 @@
 //   3  the variables of a launcher
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "environment.h"
+#include "input.h"
 #include "rendezvous.h"
 #include "status.h"
 
@@ -25,31 +25,6 @@ namespace {
 
 using namespace mhc;
 using Clock = std::chrono::steady_clock;
-
-class Input {
-public:
-    Input(uint8_t const* data, size_t size) : data_(data), size_(size) {}
-
-    uint8_t byte() {
-        if (size_ == 0)
-            return 0;
-        --size_;
-        return *data_++;
-    }
-    std::string bytes(size_t count) {
-        count = std::min(count, size_);
-        std::string const taken(reinterpret_cast<char const*>(data_), count);
-        data_ += count;
-        size_ -= count;
-        return taken;
-    }
-    std::string rest() { return bytes(size_); }
-    bool empty() const { return size_ == 0; }
-
-private:
-    uint8_t const* data_;
-    size_t size_;
-};
 
 GroupIdentity group(int32_t ranks) {
     return {"the secret of this group", "group", ranks};
@@ -84,7 +59,7 @@ void stranger(Input& input) {
     Ends ends;
     lobby.enter(std::move(ends.zero), Clock::now() + std::chrono::seconds(5));
     while (!input.empty()) {
-        sendRaw(ends.other.get(), input.bytes(1u + input.byte()));
+        sendRaw(ends.other.get(), input.text(1u + input.byte()));
         lobby.step();
     }
     if (lobby.complete())
@@ -130,7 +105,7 @@ void messages(Input& input) {
     size_t const limit = input.byte();
     for (int count = input.byte() % 4; count > 0; --count) {
         auto const kind = static_cast<MessageKind>(input.byte());
-        std::string const payload = input.bytes(input.byte());
+        std::string const payload = input.text(input.byte());
         other.front().send(kind, payload.data(), payload.size(), deadline);
     }
     sendRaw(other.front().descriptor(), input.rest());
@@ -174,7 +149,7 @@ void variables(Input& input) {
     config.lanes = 1;
     while (!input.empty()) {
         char const* const name = names[input.byte() % std::size(names)];
-        std::string value = input.bytes(input.byte() % 64);
+        std::string value = input.text(input.byte() % 64);
         table[name] = value.substr(0, value.find('\0'));  // as an environment holds it
     }
     try {

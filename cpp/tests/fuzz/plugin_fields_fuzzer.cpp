@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "creators.h"
+#include "input.h"
 
 namespace {
 
@@ -21,32 +22,6 @@ using nvinfer1::PluginField;
 using nvinfer1::PluginFieldCollection;
 using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
-
-class Input {
-public:
-    Input(uint8_t const* data, size_t size) : data_(data), size_(size) {}
-
-    uint8_t byte() {
-        if (size_ == 0)
-            return 0;
-        --size_;
-        return *data_++;
-    }
-    // A copy of its own size, so that reads beyond it are found.
-    std::vector<uint8_t> bytes(size_t count) {
-        std::vector<uint8_t> taken(count < size_ ? count : size_);
-        if (!taken.empty())
-            std::memcpy(taken.data(), data_, taken.size());
-        data_ += taken.size();
-        size_ -= taken.size();
-        taken.resize(count);
-        return taken;
-    }
-
-private:
-    uint8_t const* data_;
-    size_t size_;
-};
 
 size_t sizeOf(PluginFieldType type) {
     switch (type) {

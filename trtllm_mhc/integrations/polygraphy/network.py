@@ -41,12 +41,11 @@ def _widen_input(network: Any, old: Any) -> None:
     in_place = type(old).dtype.fset is not None
     if in_place:
         old.dtype = trt.float32
+        narrow = ops.cast(network, old, trt.bfloat16)
+        narrow.name = _INNER.format(name)
     else:
         old.name = _INNER.format(name)
-    wide = old if in_place else network.add_input(name, trt.float32, shape)
-    narrow = ops.cast(network, wide, trt.bfloat16)
-    if in_place:
-        narrow.name = _INNER.format(name)
+        narrow = ops.cast(network, network.add_input(name, trt.float32, shape), trt.bfloat16)
     for layer, slot in users:
         layer.set_input(slot, narrow)
     if not in_place:
