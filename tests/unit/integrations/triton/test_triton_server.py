@@ -196,9 +196,13 @@ def test_requests_beyond_the_queue_are_refused_at_once(
     waiting = [InBackground(server, make_inputs()) for _ in range(QUEUE + 5)]
     results = [each.result() for each in waiting]
     assert isinstance(slow.result(), dict)
-    refused = [result for result in results if not isinstance(result, dict)]
-    assert 1 <= len(refused) <= 5, results  # the slow request may end before the last ones come
-    assert all("Exceeds maximum queue size" in str(error) for error in refused)
+    refused = [str(result) for result in results if not isinstance(result, dict)]
+    full = [text for text in refused if "Exceeds maximum queue size" in text]
+    # The slow request may end before the last ones come, or on a busy machine still be in the queue itself. There one
+    # that got in may also wait longer than the model's deadline.
+    assert 1 <= len(full) <= 6, refused
+    assert all("Request timeout expired" in text for text in refused if text not in full), refused
+    assert len(refused) < len(results), refused
     assert_serves(client, make_inputs, expect)
 
 
