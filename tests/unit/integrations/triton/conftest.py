@@ -20,8 +20,6 @@ Array = npt.NDArray[Any]
 ROOT = Path(__file__).resolve().parents[4]
 MODEL = "boundary"
 TP = 2
-DEADLINE_S = 5.0
-QUEUE = 16
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +40,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
     tensorrt = Path(request.getfixturevalue("trt").__file__)
     # What the model imports from; the backend does not take it from PYTHONPATH.
     python_path = [ROOT, Path(__file__).parent, tensorrt.resolve().parents[1]]
-    from served_boundary import ranges
+    from served_boundary import DEADLINE_S, QUEUE, ranges
 
     from trtllm_mhc.integrations.triton.repository import write_python_model
     from trtllm_mhc.integrations.triton.settings import Settings

@@ -26,6 +26,11 @@ MAXIMUM_ROWS = 4
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 DYING, HANGING, SLOW, UNPREPARED, STUCK = (2.0**power for power in range(40, 45))
 SLOW_S = 1.5
+# As the model is served.
+DEADLINE_S = 5.0
+QUEUE = 8
+# A file in the model's folder, a byte longer with each slow request that a rank has begun.
+BEGUN = "slow_requests_begun"
 
 
 def ranges() -> dict[str, InputRange]:
@@ -45,6 +50,8 @@ def ranges() -> dict[str, InputRange]:
 class FaultyRanks(NetworkRanks):
     """Rank 1 does what the request asks for."""
 
+    begun: Path
+
     def prepare(self, feeds: Sequence[Feeds]) -> None:
         super().prepare(feeds)
         asked = float(feeds[0]["x"][0, 0])
@@ -58,6 +65,9 @@ class FaultyRanks(NetworkRanks):
             asked = float(self._feeds[rank]["x"][0, 0])
             if rank == 1 and asked == DYING:
                 raise OSError("rank 1 has lost its device")
+            if rank == 1 and asked == SLOW:
+                with self.begun.open("ab") as file:
+                    file.write(b".")
             if rank == 1 and asked in (SLOW, HANGING):
                 time.sleep(SLOW_S if asked == SLOW else 600)
             self._meet()
@@ -71,5 +81,6 @@ def open_group(settings: Settings, folder: Path) -> FaultyRanks:
     maker = NetworkMaker()
     networks = [maker.make(job, rank) for rank in range(settings.tp_size)]
     group = FaultyRanks(networks, ranges(), settings.deadline_s)
+    group.begun = folder / BEGUN
     group.keep_alive = maker  # type: ignore[attr-defined]
     return group
