@@ -266,8 +266,8 @@ __global__ void __launch_bounds__(kCtaThreads)
 
     // What the row's warps tell each other: a sum of squares, and whether they have found everything.
     constexpr int kGroups = kWarps * (kCtas > 0 ? kCtas : kMaxCtas);
-    __shared__ alignas(16) uint2 reports[kGroups];
-    __shared__ alignas(8) uint64_t reported;
+    __shared__ __align__(16) uint2 reports[kGroups];
+    __shared__ __align__(8) uint64_t reported;
     if constexpr (kTogether) {
         if (threadIdx.x == 0)
             ptx::expectBytes(&reported, static_cast<uint32_t>(rowFragments / 32 * sizeof(uint2)));
