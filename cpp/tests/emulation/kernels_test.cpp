@@ -163,9 +163,12 @@ struct Step {
         randomize(pre);
     }
 
-    BoundaryArgs args(int rank, uint32_t owner, Published published = Published::kPlain) const {
+    BoundaryArgs args(
+        int rank, uint32_t owner, Published published = Published::kPlain,
+        Consumer consumer = Consumer::kBoundary) const {
         BoundaryArgs args{};
-        Consumer const consumer = published == Published::kByProducer ? Consumer::kUnknown : Consumer::kBoundary;
+        if (published == Published::kByProducer)
+            consumer = Consumer::kUnknown;
         args.chunk = {0, rows, rows, owner, operationWord(published, consumer)};
         args.x = x[rank]->as<uint4>();
         args.residual = residual.as<uint4>();
@@ -181,7 +184,7 @@ struct Step {
     }
 
     // The arithmetic of contract 1.2, one element after the other; the sum of squares in the order of rms_norm.cuh.
-    void expectRight() const {
+    void expectRight(Consumer consumer = Consumer::kBoundary) const {
         int const tp = static_cast<int>(x.size());
         for (int t = 0; t < rows; ++t) {
             std::vector<Half> streams(static_cast<size_t>(MHC_STREAMS) * kHidden), collapsed(kHidden);
@@ -192,6 +195,8 @@ struct Step {
                     sum = r == 0 ? widen(v == 0x8000 ? Half{0} : v) : sum + widen(v == 0x8000 ? Half{0} : v);
                 }
                 float const reduced = widen(round(sum));
+                for (int r = 0; consumer == Consumer::kAllReduce && r < tp; ++r)
+                    ASSERT_EQ((*residualOut[r])[static_cast<size_t>(t) * kHidden + h], round(sum)) << "rank " << r;
                 float collapse = 0;
                 for (int i = 0; i < MHC_STREAMS; ++i) {
                     float stream = reduced * post[t * MHC_STREAMS + i];
@@ -206,6 +211,8 @@ struct Step {
                 }
                 collapsed[h] = round(collapse);
             }
+            if (consumer == Consumer::kAllReduce)
+                continue;
             float total = 0;
             for (int group = 0; group < kHidden / 256; ++group) {
                 float lanes[32];
@@ -227,7 +234,7 @@ struct Step {
                 for (int i = 0; i < MHC_STREAMS * kHidden; ++i)
                     ASSERT_EQ((*residualOut[r])[static_cast<size_t>(t) * MHC_STREAMS * kHidden + i], streams[i])
                         << "rank " << r << " row " << t << " element " << i;
-                for (int h = 0; h < kHidden; ++h)
+                for (int h = 0; consumer == Consumer::kBoundary && h < kHidden; ++h)
                     ASSERT_EQ(
                         (*layerInput[r])[static_cast<size_t>(t) * kHidden + h],
                         round(widen(collapsed[h]) * inverse * widen(gamma[h])))
@@ -244,13 +251,17 @@ struct Step {
     }
 };
 
-template <int kTp, Source kSource>
+constexpr int kRowCtas = kHidden / kElementsPerCta;
+
+// An instance: a row is kCtas CTAs of kCtaThreads threads, or any number of them where there is no norm.
+template <
+    int kTp, Source kSource, Consumer kConsumer = Consumer::kBoundary, int kCtas = kRowCtas, int kCtaThreads = kThreads>
 void launchBoundaryOf(Mailbox const& box, BoundaryArgs const& args, emulation::Stream& stream) {
-    constexpr int kCtas = kHidden / kElementsPerCta;
+    constexpr int kGridCtas = kCtas > 0 ? kCtas : kRowCtas;
     launchKernel(
-        boundaryKernel<kTp, kSource, Consumer::kBoundary, kCtas, kThreads>,
-        dim3(kCtas, static_cast<unsigned>(args.chunk.rows)), kThreads, kCtas, Launch::kOverlapped, stream.handle(), box,
-        args);
+        boundaryKernel<kTp, kSource, kConsumer, kCtas, kCtaThreads>,
+        dim3(kGridCtas, static_cast<unsigned>(args.chunk.rows)), kCtaThreads, kGridCtas, Launch::kOverlapped,
+        stream.handle(), box, args);
 }
 
 template <int kTp>
@@ -279,6 +290,46 @@ TEST(Kernels, ExchangesOfTwoRanks) {
 
 TEST(Kernels, ExchangesOfFourRanks) {
     exchangeChain<4>();
+}
+
+TEST(Kernels, ExchangesOfEightRanks) {
+    exchangeChain<8>();
+}
+
+template <Consumer kConsumer, int kCtas, int kCtaThreads>
+void oneExchange() {
+    Group group(2);
+    Step const call(2, 2);
+    for (int r = 0; r < 2; ++r)
+        launchBoundaryOf<2, Source::kExchange, kConsumer, kCtas, kCtaThreads>(
+            group.ranks[r]->box, call.args(r, 5, Published::kPlain, kConsumer), group.ranks[r]->stream);
+    group.synchronize();
+    call.expectRight(kConsumer);
+    group.expectClean({1, 1});
+}
+
+TEST(Kernels, ARowInTwoCtas) {
+    oneExchange<Consumer::kBoundary, kManyRowsCtas, kHidden / kFragment / kManyRowsCtas>();
+}
+
+TEST(Kernels, AllReduce) {
+    oneExchange<Consumer::kAllReduce, 0, kThreads>();
+}
+
+TEST(Kernels, ResidualOnly) {
+    oneExchange<Consumer::kResidualOnly, 0, kThreads>();
+}
+
+TEST(Kernels, OneRankAlone) {
+    Group group(1);
+    Step call(1, 2);
+    for (size_t i = 0; i < call.x[0]->size(); ++i) {
+        if ((*call.x[0])[i] == 0x8000)
+            (*call.x[0])[i] = 0;  // only the mailbox knows no -0
+    }
+    launchBoundaryOf<1, Source::kLocal>(group.ranks[0]->box, call.args(0, 6), group.ranks[0]->stream);
+    group.synchronize();
+    call.expectRight();
 }
 
 TEST(Kernels, PublishAndConsumer) {
