@@ -49,7 +49,7 @@
 namespace emulation {
 
 struct Index {
-    unsigned x = 0, y = 0, z = 0;
+    unsigned x = 0, y = 0;
 };
 
 // What 32 coroutines exchange in one collective.
@@ -85,7 +85,6 @@ struct Grid {
 struct Fiber {
     ucontext_t context{};
     std::vector<char> stack;
-    Cta* cta = nullptr;
     Index thread;
     uint64_t clusterArrivals = 0;
     bool letIn = false;
@@ -95,7 +94,6 @@ struct Fiber {
 struct Cta {
     Grid* grid = nullptr;
     Cluster* cluster = nullptr;
-    unsigned rankInCluster = 0;
     Index block;
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
@@ -182,7 +180,6 @@ inline void runCta(std::shared_ptr<Grid> grid, std::shared_ptr<Cluster> cluster,
     Cta cta;
     cta.grid = grid.get();
     cta.cluster = cluster.get();
-    cta.rankInCluster = rank;
     cta.block = block;
     cta.fibers.resize(grid->threads);
     cta.warps.resize((grid->threads + 31) / 32);
@@ -192,7 +189,6 @@ inline void runCta(std::shared_ptr<Grid> grid, std::shared_ptr<Cluster> cluster,
     for (unsigned i = 0; i < grid->threads; ++i) {
         Fiber& fiber = cta.fibers[i];
         fiber.stack.resize(kStack);
-        fiber.cta = &cta;
         fiber.thread.x = i;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -220,7 +216,6 @@ inline void runCta(std::shared_ptr<Grid> grid, std::shared_ptr<Cluster> cluster,
     if (!cta.countedLetIn)
         ++grid->lettingIn;
     // Nobody's shared memory goes away while another CTA of the cluster may still store into it.
-    static_assert(std::atomic<uint64_t>::is_always_lock_free);
     ++grid->ended;
     while (!grid->complete())
         std::this_thread::yield();
@@ -300,7 +295,7 @@ private:
                     cluster = std::make_shared<Cluster>(clusterSize);
                     cluster->threads = clusterSize * grid->threads;
                 }
-                threads.emplace_back(runCta, grid, cluster, Index{x, y, 0}, x % clusterSize);
+                threads.emplace_back(runCta, grid, cluster, Index{x, y}, x % clusterSize);
             }
         }
         return threads;

@@ -269,19 +269,32 @@ void exchange(Group const& group, Step const& call, int rank, uint32_t owner) {
     launchBoundaryOf<kTp, Source::kExchange>(group.ranks[rank]->box, call.args(rank, owner), group.ranks[rank]->stream);
 }
 
-template <int kTp>
-void exchangeChain() {
-    Group group(kTp);
+// Calls of the given rows, all enqueued at once by `enqueue(group, call, rank, number)`; then looks at their results,
+// and at the mailbox.
+template <typename Enqueue>
+void chain(int tp, std::vector<int> const& rows, Enqueue enqueue) {
+    Group group(tp);
     std::vector<std::unique_ptr<Step>> calls;
-    for (int rows : {1, 3, 2, 1, 3}) {
-        calls.push_back(std::make_unique<Step>(kTp, rows));
-        for (int r = 0; r < kTp; ++r)
-            exchange<kTp>(group, *calls.back(), r, static_cast<uint32_t>(10 + calls.size()));
+    std::vector<uint32_t> callsOfRow(kCapacity);
+    for (int m : rows) {
+        auto const number = static_cast<uint32_t>(calls.size());
+        calls.push_back(std::make_unique<Step>(tp, m));
+        for (int r = 0; r < tp; ++r)
+            enqueue(group, *calls.back(), r, number);
+        for (int t = 0; t < m; ++t)
+            ++callsOfRow[static_cast<size_t>(t)];
     }
     group.synchronize();
     for (auto const& call : calls)
         call->expectRight();
-    group.expectClean({5, 3, 2});
+    group.expectClean(callsOfRow);
+}
+
+template <int kTp>
+void exchangeChain() {
+    chain(kTp, {1, 3, 2, 1, 3}, [](Group const& group, Step const& call, int rank, uint32_t number) {
+        exchange<kTp>(group, call, rank, 1 + number);
+    });
 }
 
 TEST(Kernels, ExchangesOfTwoRanks) {
@@ -333,51 +346,31 @@ TEST(Kernels, OneRankAlone) {
 }
 
 TEST(Kernels, PublishAndConsumer) {
-    Group group(2);
-    std::vector<std::unique_ptr<Step>> calls;
-    for (int rows : {2, 1, 2}) {
-        calls.push_back(std::make_unique<Step>(2, rows));
-        auto const owner = static_cast<uint32_t>(20 + calls.size());
-        for (int r = 0; r < 2; ++r) {
-            BoundaryArgs args = calls.back()->args(r, owner);
-            args.preload = 1;
-            launchPublish(
-                group.ranks[r]->box, args.x, args.chunk, Launch::kOverlapped, group.ranks[r]->stream.handle());
-            launchBoundaryOf<2, Source::kMailbox>(group.ranks[r]->box, args, group.ranks[r]->stream);
-        }
-    }
-    group.synchronize();
-    for (auto const& call : calls)
-        call->expectRight();
-    group.expectClean({3, 2});
+    chain(2, {2, 1, 2}, [](Group const& group, Step const& call, int r, uint32_t number) {
+        Rank& rank = *group.ranks[r];
+        BoundaryArgs args = call.args(r, 1 + number);
+        args.preload = 1;
+        launchPublish(rank.box, args.x, args.chunk, Launch::kOverlapped, rank.stream.handle());
+        launchBoundaryOf<2, Source::kMailbox>(rank.box, args, rank.stream);
+    });
 }
 
 // Exchanges and calls of two kernels on one lane, headers behind their rows, and the gate before the consumer.
 TEST(Kernels, EveryWayInTurn) {
-    Group group(2);
-    std::vector<std::unique_ptr<Step>> calls;
-    for (int i = 0; i < 6; ++i) {
-        calls.push_back(std::make_unique<Step>(2, 1 + i % 2));
-        auto const owner = static_cast<uint32_t>(100 + i);
-        for (int r = 0; r < 2; ++r) {
-            Rank& rank = *group.ranks[r];
-            if (i % 3 == 0) {
-                exchange<2>(group, *calls.back(), r, owner);
-                continue;
-            }
-            Mailbox box = rank.box;
-            box.headerLast = i % 3 == 1;
-            BoundaryArgs const args = calls.back()->args(r, owner);
-            launchPublish(box, args.x, args.chunk, Launch::kOverlapped, rank.stream.handle());
-            if (box.headerLast)
-                launchGate(box, args.chunk, rank.stream.handle());
-            launchBoundaryOf<2, Source::kMailbox>(box, args, rank.stream);
+    chain(2, {1, 2, 1, 2, 1, 2}, [](Group const& group, Step const& call, int r, uint32_t number) {
+        Rank& rank = *group.ranks[r];
+        if (number % 3 == 0) {
+            exchange<2>(group, call, r, 1 + number);
+            return;
         }
-    }
-    group.synchronize();
-    for (auto const& call : calls)
-        call->expectRight();
-    group.expectClean({6, 3});
+        Mailbox box = rank.box;
+        box.headerLast = number % 3 == 1;
+        BoundaryArgs const args = call.args(r, 1 + number);
+        launchPublish(box, args.x, args.chunk, Launch::kOverlapped, rank.stream.handle());
+        if (box.headerLast)
+            launchGate(box, args.chunk, rank.stream.handle());
+        launchBoundaryOf<2, Source::kMailbox>(box, args, rank.stream);
+    });
 }
 
 // A producer that stores rows itself; only the rest of the publish is ours.
